@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
+from tripwires import CHECKS
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -67,7 +68,7 @@ def resolve_config(
             tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
             notes.append(f"{key}: not read, {reason}")
     cfg = _typed(tree, "")
-    if found := problems(cfg, rules):
+    if found := unknown_checks(cfg) + problems(cfg, rules):
         raise InputError("; ".join(found))
     wished = cfg.model.path == file_tree["model"]["path"] or any(key.startswith("tiny_model.") for key in given)
     if cfg.tiny_model is not None and not wished and not Path(cfg.model.path).exists():
@@ -202,6 +203,19 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
     return found | {name: one for outer, kind in found.items() for name, one in _sections(kind, f"{outer}.").items()}
 
 
+def unknown_checks(cfg: Config) -> list[str]:
+    """A message for each name in checks.warn and checks.off that no check of tripwires.py has."""
+    return [
+        f"checks.warn, checks.off: {name!r} is no check; nearest: {_nearest_check(name)}"
+        for name in (*cfg.checks.warn, *cfg.checks.off)
+        if name not in CHECKS
+    ]
+
+
+def _nearest_check(name: str) -> str:
+    return difflib.get_close_matches(name, CHECKS, n=1, cutoff=0)[0]
+
+
 def _suggestion(name: str, section: str) -> str:
     """What the writer of an unknown key may have meant: the same key of another section, or the nearest known key."""
     sections = _sections()
@@ -227,7 +241,10 @@ REMOVED = {
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.
-REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false"}
+REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false"} | {
+    f"checks.{name}": f"{name} in the list checks.warn or checks.off, or in neither: then it stops the run"
+    for name in CHECKS
+}
 
 # Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
@@ -331,7 +348,7 @@ def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list
     given, section, lines = {parse_override(one)[0].removesuffix(":") for one in overrides}, "", []
     named, leaves = flatten(file_tree).keys(), flatten(to_dict(cfg)).keys()
     for line in to_yaml(cfg).splitlines():
-        indent, name = re.match(r"( *)(\w*)", line).groups()
+        indent, name = re.match(r"( *)'?(\w*)", line).groups()  # YAML quotes the key off
         section, key = (section, f"{section}.{name}") if indent else (name, name)
         source = "command line" if key in given else "file" if key in named else "default"
         lines.append(f"{line:40}  # {source}" if key in leaves and name else line)

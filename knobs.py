@@ -283,66 +283,22 @@ class ReplayConfig(Section):
     reference: Literal["replayed", "native"] = knob("replayed", "whether the reference pass replays the routes, too")
 
 
-LOGP_GAP_FP32 = 1e-3  # nats a token; normal is 1e-7
-Action = Literal["warn", "stop", "off"]
-
-
 class ChecksConfig(Section):
-    """Tripwires against runs that are silently wrong: `warn` logs the cause, `stop` ends the run with it.
+    """Which checks of tripwires.py do not stop a run. A name in both lists is off."""
 
-    The descriptions say when a check fires. `report.py build` writes the table of docs/checks.md from them.
-    """
-
-    reward_constant: Action = knob("stop", "all rewards of the first 20 steps are equal")
-    unparsable: Action = knob("warn", "more than 95 % of the completions of a step hold no answer")
-    truncated: Action = knob("warn", "over half of the last 256 completions are cut off, at temperature 1.5 or below")
-    sampling: Action = knob(
-        "stop",
-        "none of the last 256 completions ends by itself, though max_new_tokens is at least 20; or all completions of "
-        "every group are equal, improbable by the entropy; or the same questions are asked for the third time in a row",
+    warn: tuple[str, ...] = knob(
+        ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),
+        "checks that only warn, once; a check that is in neither list stops the run (docs/checks.md)",
+        strict=False,
     )
-    held_out: Action = knob(
-        "stop", "a held-out question is a training question (refused before the run), or is asked for training"
-    )
-    state: Action = knob(
-        "stop",
-        "ranks differ in a LoRA factor (compared after each step) or base weight (at the start, before a checkpoint) "
-        "that they share; or a new checkpoint does not hold what the ranks hold (earlier ones stay); or a resumed run "
-        "has not taken up what its checkpoint holds",
-    )
-    impossible: Action = knob(
-        "stop",
-        "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the reference is exactly 0 "
-        "in three successive steps after updates (of 500 tokens or more, 20,000 in bf16); or the gradient is exactly 0 "
-        "although the entropy is at least 1 nat and the KL in the loss at least 1e-3, or rewards of a group differ",
-    )
-    collapse: Action = knob(
-        "warn",
-        "the mean reward of ten steps is below a fifth of the first ten steps', or their mean KL above 1 nat a token; "
-        "not checked under reward.permute",
-    )
-    logp_gap: Action = knob(
-        "stop",
-        "the log-probs of sampler and trainer differ by more than 1e-3 nats a token in fp32 or logp_gap_bf16 in bf16 "
-        "(under noise: those of a probe); a gap far above the run's own first steps is a warning",
-    )
+    off: tuple[str, ...] = knob((), "checks that are not made", strict=False)
     logp_gap_bf16: float = knob(
         0.1, "bf16: largest mean difference, nats a token; normal is 1e-2 with vLLM, 0 to 1e-4 with torch", gt=0
     )
-    reference_kl: Action = knob(
-        "stop",
-        "before the first update of a start or resume, the log-probs of the reference are not those of the policy "
-        "without its LoRA update: adapters that a new run has just made, or B set to 0 for one forward pass "
-        "(merged in bf16 and quantised or for vLLM: they differ by more than 0.02 nats a token)",
-    )
-    adapters: Action = knob(
-        "stop",
-        "after an update the sampler still receives the old tensors; or the merged experts that trainer and sampler "
-        "share are not W + (alpha / R) B A",
-    )
-    noise: Action = knob("stop", "AQN noise does not change the sampler; noise other than asked for always stops")
-    gradient_spike: Action = knob("warn", "the gradient norm exceeds 20 x its median of 50 steps")
-    entropy: Action = knob("warn", "the policy's entropy is below 1e-4 nats a token: it has stopped exploring")
+
+    def stops(self, check: str) -> bool:
+        """Whether the run ends if ``check`` fails."""
+        return check not in (*self.warn, *self.off)
 
 
 class TrainConfig(Section):
@@ -389,11 +345,6 @@ class Config(Section):
     checks: ChecksConfig = knob(ChecksConfig(), "what stops a run that is silently wrong")
     eval: EvalConfig = knob(EvalConfig(), "accuracy of the policy without noise on held-out questions")
     train: TrainConfig = knob(..., "length, seeds, run folder")
-
-    @property
-    def largest_gap(self) -> float:
-        """The bound of checks.logp_gap, nats a token."""
-        return self.checks.logp_gap_bf16 if self.model.dtype == "bf16" else LOGP_GAP_FP32
 
     @property
     def row_tokens(self) -> int:

@@ -136,7 +136,7 @@ class Learner:
                 if cfg.loss.kl != "none":
                     with timer.phase("reference"):
                         ref_logp = self._reference_logp(micro)
-                        if self.reference_gap is None and update.trained and cfg.checks.reference_kl != "off":
+                        if self.reference_gap is None and update.trained and "reference_kl" not in cfg.checks.off:
                             self.reference_gap = self._reference_gap(micro, ref_logp)
                 with timer.phase("update"), self._routed(micro, count=True):
                     loss, metrics, gap = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)

@@ -1,7 +1,8 @@
 """Checks that hold in every step of a sound run, and that stop a run that is silently wrong.
 
-Each check is a key of the config's `checks` section: warn, stop or off. `stop` raises Tripped with a message of at most
-ten lines, which names the cause to look for.
+CHECKS has the name of each check and says when it fires. A failed check raises Tripped with a message of at most ten
+lines, which names the cause to look for. The lists `checks.warn` and `checks.off` of the configuration name the checks
+that only warn, or that are not made.
 """
 
 import functools
@@ -11,6 +12,7 @@ from statistics import fmean, median
 
 from knobs import Config
 
+LOGP_GAP_FP32 = 1e-3  # nats a token; normal is 1e-7
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 UNPARSABLE_SHARE = 0.95  # of the completions of a step
 TRUNCATED_SHARE, TRUNCATED_COMPLETIONS = 0.5, 256  # judged over at least so many completions
@@ -32,6 +34,38 @@ KERNEL_GAP = 0.02  # nats a token between kernels for two orders of memory; docs
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats a token
 
+# A check -> when it fires. `report.py build` writes the table of docs/checks.md from it.
+CHECKS = {
+    "reward_constant": f"all rewards of the first {CONSTANT_STEPS} steps are equal",
+    "unparsable": f"more than {100 * UNPARSABLE_SHARE:g} % of the completions of a step hold no answer",
+    "truncated": f"more than {100 * TRUNCATED_SHARE:g} % of the last {TRUNCATED_COMPLETIONS} completions are cut off, "
+    f"at temperature {TRUNCATED_TEMPERATURE} or below",
+    "sampling": f"none of the last {TRUNCATED_COMPLETIONS} completions ends by itself, though max_new_tokens is at "
+    f"least {SHORTEST}; or all completions of every group are equal, improbable by the entropy; or the same questions "
+    f"are asked in {STUCK_STEPS} steps in a row",
+    "held_out": "a held-out question is a training question (refused before the run), or is asked for training",
+    "state": "ranks differ in a LoRA factor (compared after each step) or base weight (at the start, before a "
+    "checkpoint) that they share; or a new checkpoint does not hold what the ranks hold (earlier ones stay); or a "
+    "resumed run has not taken up what its checkpoint holds",
+    "impossible": "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the reference is "
+    f"exactly 0 in {STUCK_STEPS} successive steps after updates (of {STUCK_TOKENS['fp32']} tokens or more, "
+    f"{STUCK_TOKENS['bf16']:,} in bf16); or the gradient is exactly 0 although the entropy is at least {UNSURE:g} nat "
+    f"and the KL in the loss at least {LEAST_KL:g}, or rewards of a group differ",
+    "collapse": f"the mean reward of the last {WINDOW} steps is below {100 * COLLAPSE_REWARD:g} % of that of the first "
+    f"{WINDOW}, or their mean KL above {COLLAPSE_KL:g} nat a token",
+    "logp_gap": f"the log-probs of sampler and trainer differ by more than {LOGP_GAP_FP32:g} nats a token in fp32 or "
+    "checks.logp_gap_bf16 in bf16 (under noise: those of a probe); a gap far above the run's own first steps is a "
+    "warning",
+    "reference_kl": "before the first update of a start or resume, the log-probs of the reference are not those of the "
+    "policy without its LoRA update: adapters that a new run has just made, or B set to 0 for one forward pass (merged "
+    f"in bf16 and quantised or for vLLM: they differ by more than {KERNEL_GAP:g} nats a token)",
+    "adapters": "after an update the sampler still receives the old tensors; or the merged experts that trainer and "
+    "sampler share are not W + (alpha / R) B A",
+    "noise": "AQN noise does not change the sampler; noise other than asked for always stops",
+    "gradient_spike": f"the gradient norm exceeds {SPIKE_FACTOR:g} x its median of {SPIKE_WINDOW} steps",
+    "entropy": f"the policy's entropy is below {ENTROPY_FLOOR:g} nats a token: it has stopped exploring",
+}
+
 
 class Tripped(RuntimeError):
     """The run would be silently wrong. The message says what was found and what to look at."""
@@ -47,25 +81,31 @@ def wrong_merge(share: float) -> str:
     )
 
 
+def largest_gap(cfg: Config) -> float:
+    """The bound of the check logp_gap, nats a token."""
+    return cfg.checks.logp_gap_bf16 if cfg.model.dtype == "bf16" else LOGP_GAP_FP32
+
+
 def cannot_judge(cfg: Config) -> dict[str, str]:
     """The checks that no run of ``cfg`` can fail, whatever is wrong with it, each with the reason.  check -> reason"""
-    steps = cfg.train.steps
-    reasons = {check: "off" for check, action in cfg.checks if action == "off"}
-    if cfg.aqn.schedule == "off":
-        reasons["noise"] = "aqn.schedule is off"
-    if cfg.loss.kl == "none":
-        reasons["reference_kl"] = "loss.kl is none"
-    if cfg.rollout.temperature > TRUNCATED_TEMPERATURE:
-        reasons["truncated"] = f"rollout.temperature is above {TRUNCATED_TEMPERATURE}"
-    if cfg.reward.permute:
-        reasons["collapse"] = "reward.permute: with shuffled rewards both are expected"
-    needed = {
+    least_steps = {
         "truncated": truncated_steps(cfg),
         "gradient_spike": SPIKE_START + 1,
         "reward_constant": CONSTANT_STEPS,
         "collapse": 2 * WINDOW,
     }
-    return reasons | {check: f"train.steps is below {least}" for check, least in needed.items() if steps < least}
+    rules = [
+        ("noise", cfg.aqn.schedule == "off", "aqn.schedule is off"),
+        ("reference_kl", cfg.loss.kl == "none", "loss.kl is none"),
+        (
+            "truncated",
+            cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
+            f"rollout.temperature is above {TRUNCATED_TEMPERATURE}",
+        ),
+        ("collapse", cfg.reward.permute, "reward.permute: with shuffled rewards both are expected"),
+        *((check, cfg.train.steps < least, f"train.steps is below {least}") for check, least in least_steps.items()),
+    ]
+    return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
 
 
 def truncated_steps(cfg: Config) -> int:
@@ -82,26 +122,26 @@ class Tripwires:
 
     def __init__(self, cfg: Config, say: Callable[[str], None]) -> None:
         """``say`` prints."""
-        self.cfg, self.checks, self.say = cfg, cfg.checks, say
+        self.cfg, self.say = cfg, say
         self.warned: set[str] = set()
         self.history: list[dict[str, float]] = []  # the metrics of every step that this process has seen
         self.rewards: set[float] = set()
-        self.first_gaps: list[float] = []
-        self.steps_above = 0
+        self.gaps: list[float] = []  # nats a token, of every judged step
+        self.reported_gap = False
         self.kl_zero: list[float] = []  # numbers of tokens of the last steps, in which the KL was exactly 0
         self.identical_nats = 0.0
         self.questions: list[frozenset[str]] = []  # of the last steps
         self.checksums: list[float] = []  # of the last push
 
     def trip(self, check: str, found: str, look_at: str) -> None:
-        """Act on a failed check as its action says. A warning is given once."""
+        """Raise Tripped for a failed check, or print a warning, once, or nothing, as the two lists say."""
         if check in cannot_judge(self.cfg):
             return
-        action = getattr(self.checks, check)
+        warn = self.cfg.checks.warn
         message = f"checks.{check}: {found}\n  look at: {look_at}"
-        if action == "stop":
-            raise Tripped(f"{message}\n  to go on regardless: checks.{check}=warn")
-        if action == "warn" and check not in self.warned:
+        if check not in warn:
+            raise Tripped(f"{message}\n  to go on regardless: checks.warn=[{','.join((*warn, check))}]")
+        if check not in self.warned:
             self.warned.add(check)
             self.say(f"warning: {message}")
 
@@ -112,7 +152,7 @@ class Tripwires:
 
         It is not called if the check is off. See adapter_weights.differing.
         """
-        if self.checks.state != "off" and (differing := find()):
+        if "state" not in self.cfg.checks.off and (differing := find()):
             self.trip(
                 "state",
                 f"after {step} steps: {differing}",
@@ -178,12 +218,17 @@ class Tripwires:
         broken = [key for key, value in metrics.items() if not math.isfinite(value)]
         if broken:
             raise Tripped(f"step {step + 1}: {', '.join(broken)} not finite\n  look at: optim.lr, and the data")
-        for check in (
-            self._reward, self._truncated, self._identical,
+        when = f"step {step + 1}"
+        for judge in (
+            self._answers,
+            self._truncated,
+            self._identical,
             functools.partial(self._agreement, where_apart),
-            self._impossible, self._collapse, self._gradient_and_entropy,
-        ):  # fmt: skip
-            check(step, metrics)
+            self._impossible,
+            self._collapse,
+            self._gradient_and_entropy,
+        ):
+            judge(when, metrics)
 
     def reference(self, step: int, gap: float | None) -> None:
         """Check the reference pass of the first update of a start or resume that trained a token, after ``step``.
@@ -206,7 +251,7 @@ class Tripwires:
         """The values of one metric in all steps so far."""
         return [metrics.get(key, default) for metrics in self.history]
 
-    def _reward(self, step: int, metrics: dict[str, float]) -> None:
+    def _answers(self, when: str, metrics: dict[str, float]) -> None:
         if len(self.history) == CONSTANT_STEPS and len(self.rewards) == 1:
             self.trip(
                 "reward_constant",
@@ -217,17 +262,17 @@ class Tripwires:
         if metrics["reward/unparsable_frac"] > UNPARSABLE_SHARE:
             self.trip(
                 "unparsable",
-                f"step {step + 1}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
+                f"{when}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
                 "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
             )
 
-    def _truncated(self, step: int, metrics: dict[str, float]) -> None:
+    def _truncated(self, when: str, metrics: dict[str, float]) -> None:
         """Whether most completions are truncated, over as many steps as have 256 of them; fewer may be chance."""
         rollout, steps = self.cfg.rollout, truncated_steps(self.cfg)
         if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:  # then "sampling" is silent, too
             return
         share = fmean(self._column("response_length/truncated_frac")[-steps:])
-        where = f"step {step + 1}" + (f", the last {steps}" if steps > 1 else "")
+        where = f"{when}, the last {steps}" if steps > 1 else when
         if share == 1 and rollout.max_new_tokens >= SHORTEST:
             self.trip(
                 "sampling",
@@ -242,7 +287,7 @@ class Tripwires:
                 "data.chat_template_kwargs={enable_thinking: false}",
             )
 
-    def _identical(self, step: int, metrics: dict[str, float]) -> None:
+    def _identical(self, when: str, metrics: dict[str, float]) -> None:
         """Whether completions of a group differ, as the entropy of the policy requires.
 
         Two completions are equal by chance with a probability of about e^-(entropy x length). The exponents of all
@@ -257,63 +302,62 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"step {step + 1}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
+                f"{when}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
                 "the engine's seeds of the samples of one prompt",
             )
 
-    def _agreement(self, where_apart: Callable[[float], str], step: int, metrics: dict[str, float]) -> None:
+    def _agreement(self, where_apart: Callable[[float], str], when: str, metrics: dict[str, float]) -> None:
         """Whether sampler and trainer agree, and whether the sampler takes the noise."""
         noisy = metrics.get("aqn/sigma", 0) > 0
         if noisy and metrics["aqn/probe_shift"] == 0:
             self.trip(
                 "noise",
-                f"step {step + 1}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
+                f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
                 "to the last bit what it was before the noise",
                 "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
                 if metrics.get("aqn/changed_elements") == 0
                 else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
             )
-        if self.checks.logp_gap == "off" or "logp_gap" in self.warned:
+        if "logp_gap" in (*self.cfg.checks.off, *self.warned):
             return
-        bound = self.cfg.largest_gap
+        bound = largest_gap(self.cfg)
         # The completions of a sampler with noise or rounded weights cannot show the gap.
         probe = "aqn/probe_gap" if noisy else "sync/probe_gap"
         gap = metrics.get(probe, metrics.get("rollout/logp_gap_mean", 0.0))  # absent if no row was trained
-        if self._far_above_the_first_steps(gap, bound):
+        self.gaps.append(gap)
+        if not self.reported_gap and self._far_above_the_first_steps(bound):
+            self.reported_gap = True
             self.say(
-                f"warning: checks.logp_gap: step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, "
-                f"after {median(self.first_gaps):.2g} in this run's first {GAP_START} steps;\n"
+                f"warning: checks.logp_gap: {when}: sampler and trainer differ by {gap:.2g} nats a token, "
+                f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps;\n"
                 f"  with the weights pushed once more, {where_apart(bound * GAP_FLOOR)}"
             )
         if not gap <= bound:
             self.trip(
                 "logp_gap",
-                f"step {step + 1}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
+                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
                 f"  with the weights pushed once more, {where_apart(bound)}",
                 "that layer's tensors in what is pushed (weight_sync.py, weights_hf.export), and how it is computed",
             )
 
-    def _far_above_the_first_steps(self, gap: float, bound: float) -> bool:
-        """Whether the gap is at least 10 x the median of the first ten steps, for the third step in a row. True once.
+    def _far_above_the_first_steps(self, bound: float) -> bool:
+        """Whether the gaps of the last three steps are more than 10 x the median of the first ten steps.
 
         Gaps below a tenth of the bound do not count. One step alone proves nothing: a token for which two experts are
         almost equal can differ by a nat in a sound run, which adds 3e-4 to a mean of otherwise 3e-7.
         """
-        if len(self.first_gaps) < GAP_START:
-            self.first_gaps.append(gap)
-            return False
-        above = gap > max(GAP_FACTOR * median(self.first_gaps), GAP_FLOOR * bound)
-        self.steps_above = self.steps_above + 1 if above or self.steps_above >= GAP_STEPS else 0
-        return self.steps_above == GAP_STEPS
+        first, last = self.gaps[:GAP_START], self.gaps[GAP_START:][-GAP_STEPS:]
+        usual = max(GAP_FACTOR * median(first), GAP_FLOOR * bound)
+        return len(last) == GAP_STEPS and all(gap > usual for gap in last)
 
-    def _impossible(self, step: int, metrics: dict[str, float]) -> None:
+    def _impossible(self, when: str, metrics: dict[str, float]) -> None:
         """Values that no sound step has: a negative KL estimate or entropy, or a KL that stays 0 after updates."""
         kl, rollout = metrics.get("actor/kl_loss"), self.cfg.rollout
         for name in ("actor/entropy", "actor/kl_loss") if self.cfg.loss.kl in NOT_NEGATIVE else ("actor/entropy",):
             if metrics.get(name, 0) < ROUNDING:
                 self.trip(
                     "impossible",
-                    f"step {step + 1}: {name} is {metrics[name]:.2g}, which cannot be negative",
+                    f"{when}: {name} is {metrics[name]:.2g}, which cannot be negative",
                     "the sign in grpo.py, and in model_megatron.py for the entropy",
                 )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
@@ -323,13 +367,13 @@ class Tripwires:
         if len(self.kl_zero) >= STUCK_STEPS and sum(self.kl_zero) >= STUCK_TOKENS[self.cfg.model.dtype]:
             self.trip(
                 "impossible",
-                f"step {step + 1}: the KL to the reference is exactly 0 in {len(self.kl_zero)} steps after updates",
+                f"{when}: the KL to the reference is exactly 0 in {len(self.kl_zero)} steps after updates",
                 "whether the reference is computed with the adapters off (lora_megatron.disabled)",
             )
         if reason := self._gradient_expected(metrics):
             self.trip(
                 "impossible",
-                f"step {step + 1}: the gradient is exactly 0, although {reason}",
+                f"{when}: the gradient is exactly 0, although {reason}",
                 "optim.lr: after too large an update the activations overflow, and the policy stays uniform",
             )
 
@@ -347,7 +391,7 @@ class Tripwires:
         trains = differing > 0 and metrics.get("rollout/importance_mean", 1.0) > 0
         return f"the rewards of {differing:.0f} groups differ" if trains else ""
 
-    def _collapse(self, step: int, metrics: dict[str, float]) -> None:
+    def _collapse(self, when: str, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
         if len(self.history) < 2 * WINDOW:
             return
@@ -358,23 +402,23 @@ class Tripwires:
         if fallen or kl > COLLAPSE_KL:
             self.trip(
                 "collapse",
-                f"step {step + 1}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
+                f"{when}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
                 f"the reference {kl:.2g} nats a token",
                 "completions.jsonl of the run folder; optim.lr, loss.kl_coef, updates a rollout",
             )
 
-    def _gradient_and_entropy(self, step: int, metrics: dict[str, float]) -> None:
+    def _gradient_and_entropy(self, when: str, metrics: dict[str, float]) -> None:
         norm, norms = metrics["actor/grad_norm"], self._column("actor/grad_norm")[-SPIKE_WINDOW - 1 : -1]
         usual = median(norms) if len(norms) >= SPIKE_START else 0.0
         if usual and norm > SPIKE_FACTOR * usual:
             self.trip(
                 "gradient_spike",
-                f"step {step + 1}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
+                f"{when}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
                 "the step's completions, optim.lr, loss.clip_high",
             )
         if metrics.get("actor/entropy", math.inf) < ENTROPY_FLOOR:  # absent if no row was trained
             self.trip(
                 "entropy",
-                f"step {step + 1}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
+                f"{when}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )

@@ -29,7 +29,7 @@ from lora_megatron import LoRAGroupedLinear
 from model_megatron import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
-from tripwires import Tripped
+from tripwires import Tripped, largest_gap
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
 # of a sound run may differ by 0.8 nats, which is 0.006 in the mean of 128.
@@ -151,9 +151,9 @@ class WeightSync:
 
         This finds a shard in the wrong place, order or layout, and a captured graph that reads old memory.
         """
-        if self.cfg.checks.logp_gap != "stop":
+        if not self.cfg.checks.stops("logp_gap"):
             return
-        bound = self.cfg.largest_gap
+        bound = largest_gap(self.cfg)
         for push in ("the first push", "a second push of the same policy"):
             gap = self._gap(probe)
             if not gap <= bound:
@@ -179,7 +179,7 @@ class WeightSync:
         metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
             self.model, self.arch, self.parallel, self.cfg
         )
-        if (self.rounded or self.cfg.rollout.is_disturbed) and self.cfg.checks.logp_gap != "off":
+        if (self.rounded or self.cfg.rollout.is_disturbed) and "logp_gap" not in self.cfg.checks.off:
             metrics["sync/probe_gap"] = self._gap(probe)
         if self.noise:
             metrics |= self._add_noise(step, probe, touched)

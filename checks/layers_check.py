@@ -43,7 +43,7 @@ from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from tripwires import GAP_FLOOR, wrong_merge
+from tripwires import GAP_FLOOR, largest_gap, wrong_merge
 from weight_sync import WeightSync
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
@@ -197,7 +197,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
-    bound, experts = cfg.largest_gap, []
+    bound, experts = largest_gap(cfg), []
     if replay is not None:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
         experts = by_expert(gaps, mask, routes, arch)

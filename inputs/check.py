@@ -111,10 +111,10 @@ def check_inputs(
     keys = "data.test_path", *(f"eval.sets.{name}" for name in cfg.eval.sets)
     for key, part in zip(keys, (held_out, *others), strict=True):
         shared = {one.question for one in part if question_files.alike(one.question) in asked}
-        if shared and cfg.checks.held_out == "stop":
+        if shared and cfg.checks.stops("held_out"):
             raise InputError(
                 f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
-                f"{min(shared)[:60]!r}; needed: none, or checks.held_out=warn"
+                f"{min(shared)[:60]!r}; needed: none, or held_out in checks.warn"
             )
     used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))

@@ -19,7 +19,7 @@ from knobs import ChecksConfig
 from lab import announced, audit, comparisons, figures, store
 from lab.announced import Found, Plan, notes, table
 from lab.records import Benchmark, Evaluation, Run, evaluated, scores
-from tripwires import cannot_judge
+from tripwires import CHECKS, cannot_judge
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BEGIN = "<!-- report.py build writes the text below: edit results/plan.yaml, or the text outside of the two markers -->"
@@ -299,7 +299,7 @@ def npu_page(results: Path) -> str:
 
 
 def checks_page() -> str:
-    """The generated part of docs/checks.md: the keys of `checks`, as knobs.py describes them.
+    """The generated part of docs/checks.md: the checks of tripwires.py.
 
     A check that cannot judge a file of configs/ names the file and the reason.
     """
@@ -307,13 +307,13 @@ def checks_page() -> str:
     for path in sorted(CONFIGS.glob("*.yaml")):
         for check, reason in cannot_judge(load_config(path)).items():
             files.setdefault(check, {}).setdefault(reason, []).append(path.stem)
-    rows = []
-    for key, field in ChecksConfig.model_fields.items():
-        reasons = [f"{reason}: {', '.join(names)}" for reason, names in files.get(key, {}).items()]
+    rows, default = [], ChecksConfig()
+    for check, fires in CHECKS.items():
+        reasons = [f"{reason}: {', '.join(names)}" for reason, names in files.get(check, {}).items()]
         rows.append({
-            "key": f"`{key}`",
-            "default": str(field.default),
-            "it fires when, or it is": field.description or "",
+            "check": f"`{check}`",
+            "by default it": "stops" if default.stops(check) else "warns",
+            "fires when": fires,
             "cannot judge": "; ".join(reasons),
         })  # fmt: skip
     return table(rows)

@@ -55,7 +55,12 @@ def test_the_embedded_sampler_has_no_gap_unless_its_weights_are_rounded(dtype: s
     """The second step counts: before the first update the adapters do nothing."""
     tiny = tmp_path / "tiny.yaml"
     tiny.write_text(to_yaml(cases.config(cases.CASES["all_r32_64"], tmp_path, 2, **MOVED)))
-    settings = [*bench_floor.SETTINGS, f"model.dtype={dtype}", "checks.logp_gap=warn", "train.steps=2"]
+    settings = [
+        *bench_floor.SETTINGS,
+        f"model.dtype={dtype}",
+        "checks.warn=[logp_gap, unparsable, truncated]",
+        "train.steps=2",
+    ]
     _, sound = bench_floor.train(str(tiny), settings)
     assert sound["rollout/logp_gap_mean"] < 1e-6 and sound["rollout/logp_gap_max"] < 1e-5
     config, *changes = untrained(tmp_path / "other")

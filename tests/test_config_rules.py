@@ -43,12 +43,18 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
         "override train.tensorboard: not a key since version 0.2.0; needed: train.trackers: [tensorboard] for true, or "
         "leave it out for false"
     )
+    assert refusal(TINY, "checks.truncated=warn") == (
+        "override checks.truncated: not a key since version 0.2.0; needed: truncated in the list checks.warn or "
+        "checks.off, or in neither: then it stops the run"
+    )
     cfg = load_config(TINY)
     older = config.to_dict(cfg)
     older["train"]["tensorboard"] = True
+    checks, older["checks"] = older["checks"], {"logp_gap": "warn", "noise": "stop", "surprise": "off"}
     new = load_config(TINY, ["train.trackers=[wandb]", "train.profile_steps=[2]"])
     assert config.changes_at_resume(older, new) == ([], []) and config.hash_of(older) == config.config_hash(new)
     del older["train"]["tensorboard"]
+    older["checks"] = checks
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     assert config.load_recorded(tmp_path / "config.yaml") == cfg
     older["tiny_model"] |= {"words_per_batch": 32}
@@ -61,6 +67,13 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert config.changed_keys(older, load_config(TINY, ["loss.aggregate=dr-grpo"]), set()) == [
         "loss.aggregate: 'token-mean' -> 'dr-grpo'"
     ]
+
+
+def test_a_name_that_no_check_has_is_refused_with_the_nearest_one():
+    message = "checks.warn, checks.off: {!r} is no check; nearest: {}"
+    assert refusal(TINY, "checks.warn=[truncatd, entropy]") == message.format("truncatd", "truncated")
+    assert refusal(TINY, "checks.off=[all]").startswith(message.format("all", ""))
+    assert load_config(TINY, ["checks.off=[truncated]"]).checks.stops("truncated") is False
 
 
 # -------------------------------------------------------------------------------------------- keys that are not read

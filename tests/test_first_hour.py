@@ -217,7 +217,7 @@ SIZES = {
 @pytest.mark.nightly
 def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> None:
     sizes = {f"tiny_model__{key}": value for key, value in SIZES.items()}
-    cfg = training.config(tmp_path / "model", tmp_path / "out", **sizes, checks__unparsable="off", data__num_test=32)
+    cfg = training.config(tmp_path / "model", tmp_path / "out", **sizes, checks__off=("unparsable",), data__num_test=32)
     (tmp_path / "run.yaml").write_text(to_yaml(training.in_layout(cfg, "EP2")))
     folder = tmp_path / "out" / "first_hour-tiny"
     command = ("env", f"PYTHON={sys.executable}", "bash", "first_hour.sh", tmp_path / "run.yaml")

@@ -80,7 +80,7 @@ def train(folder: Path, *script: str, bits: int = 3) -> tuple[str, str, list[dic
         "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", f"rollout.round_bits={bits}", "replay.mode=r3",
         "optim.prompts_per_update=4", "optim.warmup_steps=0", "optim.lr=0.05", "loss.entropy_coef=0.1", "train.steps=2",
         "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
-        "checks.logp_gap=off", "checks.adapters=off", f"train.out_dir={folder / f'{script[-1]}{bits}'}",
+        "checks.off=[logp_gap, adapters]", f"train.out_dir={folder / f'{script[-1]}{bits}'}",
     ]  # fmt: skip
     log, no_curves = folder / f"{script[-1]}{bits}.log", instead(run_page, "draw_curves", lambda *_: None)
     code, text = agents.start(1, *script, *given, log=log, plant=no_curves, light=False).end()

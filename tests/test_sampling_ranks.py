@@ -308,7 +308,7 @@ def a_bit_flipped(patch: pytest.MonkeyPatch) -> None:
     apart.arm(patch, [(Bridge, "receive_policy", 4), (Bridge, "broadcast", 2)], flip)
 
 
-STUCK, GAP = {"checks__logp_gap": "off"}, {"checks__adapters": "off"}
+STUCK, GAP = {"checks__off": ("logp_gap",)}, {"checks__off": ("adapters",)}
 KEPT, SENT = planted.FAULTS["samplers keep old factors"], planted.FAULTS["trainers send the policy before"]
 FAULTS = {
     "all samplers keep old factors": (SAMPLERS, KEPT, STUCK, "checks.adapters: step 3: the update of step 1"),

@@ -35,7 +35,7 @@ def test_the_policy_of_k_steps_ago_samples(model, tmp_path) -> None:
         return "EP2", training.config(model, tmp_path / name, **STALE | changes)
 
     runs = training.run_all({
-        "frozen": run("frozen", optim__lr=1e-30, checks__adapters="off", checks__impossible="off"),
+        "frozen": run("frozen", optim__lr=1e-30, checks__off=("adapters", "impossible")),
         "0": run("0"),
         "1": run("1", rollout__staleness=1, train__checkpoint_every=1),
         "2": run("2", rollout__staleness=2, train__checkpoint_every=1),

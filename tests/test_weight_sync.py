@@ -198,7 +198,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     """Runs whose policy does not change, evaluated after every step: with noise, without, and with a fault."""
     model = training.make_model(tmp_path_factory.mktemp("models") / "tiny")
     out = tmp_path_factory.mktemp("runs")
-    still = {"optim__lr": 1e-30, "checks__adapters": "off", "eval__every": 1, "loss__kl": "none"}
+    still = {"optim__lr": 1e-30, "checks__off": ("adapters",), "eval__every": 1, "loss__kl": "none"}
     noise = {"aqn__schedule": "constant", "aqn__sigma_start": 0.1}
     few = {
         "rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 2,

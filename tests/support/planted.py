@@ -44,7 +44,7 @@ FEW = {  # a step takes about 50 ms
 }  # fmt: skip
 LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prompts_per_update": 32}
 NOISE = {"aqn__schedule": "constant"}
-SURE = {"checks__entropy": "off", "checks__logp_gap": "off", "checks__reward_constant": "off"}
+SURE = {"checks__off": ("entropy", "logp_gap", "reward_constant")}
 
 # ------------------------------------------------------------------------------------------------ no faults
 
