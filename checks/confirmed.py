@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from architecture import Architecture
 from knobs import Config
-from plan import memory, roofline, traffic
+from plan import memory, roofline
 from plan.grid import RankGrid
 
 WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
@@ -94,11 +94,11 @@ def _traffic(cfg: Config, arch: Architecture, layout: RankGrid, counted: dict[st
     passes["backward"] = (1 + cfg.model.recompute, int(cfg.model.recompute))
     rows = []
     for phase, (times, ends) in passes.items():
-        planned = traffic.exchange_bytes(arch, layout, tokens, element, times, ends)
+        planned = roofline.exchange_bytes(arch, layout, tokens, element, times, ends)
         for cause, groups in (("tensor exchange", ("tensor",)), ("expert exchange", EXPERT_GROUPS)):
             if phase in counted["phases"]:
                 rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(counted, phase, groups)))
-    for kind, size in traffic.gradient_bytes(arch, cfg.lora, layout).items():
+    for kind, size in roofline.gradient_bytes(arch, cfg.lora, layout).items():
         rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(counted, "update", (kind,))))
     passing = {"tensor", *EXPERT_GROUPS}
     for phase, seen in counted["phases"].items():

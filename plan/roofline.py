@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from plan.memory import Memory
-from plan.parameters import lora_parameters, merged_weights
-from plan.traffic import exchange_bytes, optimizer_seconds, slower, sync_seconds
+from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 
 # Bytes a second of the factors from one process to another by gloo, measured on one CPU: to the samplers, with a
 # checksum on both ends; and among them, where the first of N sends log2 N copies.
@@ -127,6 +127,99 @@ def decode_step(
         "exchange": hardware.sends(reduced, away[0]) + hardware.sends(traded, away[1]),
     }
     return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
+
+
+# ----------------------------------------------------------------------------------------- what ranks send each other
+
+
+def slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """The slower one of two things that happen at the same time."""
+    return max(one, other, key=lambda causes: sum(causes.values()))
+
+
+def exchange_bytes(
+    arch: Architecture, layout: RankGrid, tokens: float, element: int, passes: int = 1, ends: int = 2
+) -> dict[str, float]:
+    """Bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
+
+    Tensor ranks gather and scatter the sequence: around attention, a dense layer and a shared expert, and at ``ends``:
+    after the embedding and before the head. Expert ranks exchange rows; expert_tensor ranks gather them, and sum them
+    in fp32.
+    """
+    h, tensor, parts = arch.hidden_size, layout.tensor, layout.expert_tensor
+    split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
+    sequence = (2 * split * passes + ends) * tokens / layout.data * h * element * (1 - 1 / tensor)
+    rows = passes * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h
+    traded = 2 * rows * element * (1 - 1 / layout.expert) + rows * (parts - 1) * (element + 4)
+    return {"tensor exchange": sequence, "expert exchange": traded}
+
+
+def sync_seconds(
+    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, element: int
+) -> dict[str, float]:
+    """One push of the policy: every rank receives whole adapted tensors, or reads and writes only its own shards.
+
+    Before that a rank merges its own shards. With rollout.sync=adapter, only the fp32 factors are sent.
+    """
+    away, speed = layout.away_of(layout.ranks), hardware.link_share
+    if cfg.keeps_factors_apart:
+        size = 4 * lora_parameters(arch, cfg.lora, WHOLE)
+        return {"exchange": hardware.sends(size, away) / speed, "memory": 2 * size / hardware.bandwidth}
+
+    def elements(module: Module, grid: RankGrid) -> int:
+        return math.prod(on_rank(module, grid)) * (module.target in cfg.lora.targets)
+
+    is_whole = layout.engine_expert <= layout.engine_tensor
+    size = element * over_layers(arch, lambda module: elements(module, WHOLE if is_whole else layout))
+    products = over_layers(
+        arch, lambda module: 2 * cfg.lora.rank_of(module.kind == "experts") * elements(module, layout)
+    )
+    longer = slower({"memory": 2 * size / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
+    return longer | ({"exchange": hardware.sends(size, away) / speed} if is_whole else {})
+
+
+def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
+    """Bytes that a rank sends over each kind of group when the fp32 gradients of an update are summed.
+
+    Factors of routed experts are summed over expert_data, all others over data. A factor that tensor ranks hold whole
+    is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
+    """
+
+    def held_whole(module: Module) -> int:
+        copies, rows, columns = on_rank(module, layout)
+        factors = columns * (module.split != 1) + rows * (module.split != 0)
+        return copies * lora.rank_of(module.kind == "experts") * factors * (module.target in lora.targets)
+
+    def parameters(size: Callable[[Module], int], *, of_experts: bool) -> int:
+        return over_layers(arch, lambda module: size(module) * ((module.kind == "experts") == of_experts))
+
+    own = functools.partial(adapter_size, lora, layout)
+    sizes = {
+        "tensor": (layout.tensor, parameters(held_whole, of_experts=False)),
+        "expert_tensor": (layout.expert_tensor, parameters(held_whole, of_experts=True)),
+        "data": (layout.data, parameters(own, of_experts=False)),
+        "expert_data": (layout.expert_data, parameters(own, of_experts=True)),
+    }
+    return {kind: 4 * size * 2 * (1 - 1 / ranks) for kind, (ranks, size) in sizes.items()}
+
+
+def optimizer_seconds(
+    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, updates: int
+) -> dict[str, float]:
+    """All optimizer steps: the sum of fp32 gradients over the ranks that share a factor, and AdamW's memory traffic."""
+    size = 4 * lora_parameters(arch, cfg.lora, layout)
+    # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
+    seconds = {
+        "exchange": sum(
+            hardware.sends(sent, layout.away(kind)) / hardware.link_share
+            for kind, sent in gradient_bytes(arch, cfg.lora, layout).items()
+        ),
+        "memory": 13 * size / hardware.bandwidth,
+    }
+    return {cause: updates * value for cause, value in seconds.items()}
+
+
+# ------------------------------------------------------------------------------------------------ the phases of a step
 
 
 SAMPLING, EXCHANGE = ("sync", "prefill", "decode"), "exchange"

@@ -9,7 +9,7 @@ import pytest
 import preflight
 from config import load_config
 from inputs import hf_config
-from plan import grid, roofline, traffic
+from plan import grid, roofline
 from plan.hardware import HARDWARE
 from plan.memory import step_memory
 
@@ -112,7 +112,7 @@ def test_the_cause_of_a_phase_is_named_with_what_to_change():
 def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
     """2.17 s for four passes of EP16 with short completions; the attention is not split."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
-    found = traffic.exchange_bytes(QWEN3, grid.of(cfg, 16), 768 * 376, 2)
+    found = roofline.exchange_bytes(QWEN3, grid.of(cfg, 16), 768 * 376, 2)
     assert found["tensor exchange"] == 0
     assert 4 * found["expert exchange"] / (196e9 / 2) == pytest.approx(2.17, rel=0.01)
     assert roofline.active_parameters(QWEN3) == pytest.approx(3.04e9, rel=0.002)
