@@ -4,7 +4,6 @@ What software reaches is a median of published figures, or comes from a run of o
 without either has no overhead, which gives a plain roofline.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ MERGE_LAUNCHES = 4  # more for each matrix that a pass merges: a product, a scal
 UPDATE_LAUNCHES = {True: (85, 185), False: (105, 106)}  # model.recompute -> of an update's passes, without merges
 
 SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (tests/test_published.py)
-WIDEST = 3.0  # high / low of every range: a wider one would say too little
 
 
 class Range(NamedTuple):
@@ -33,13 +31,9 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def spread(overlapping: float, in_turn: float) -> Range:
-    """The range around two estimates: launches and arithmetic at the same time, and one after the other."""
-    low, high = overlapping / SPREAD, in_turn * SPREAD
-    if high > WIDEST * low:
-        middle = math.sqrt(low * high)
-        low, high = middle / math.sqrt(WIDEST), middle * math.sqrt(WIDEST)
-    return Range(low, high)
+def spread(expected: float) -> Range:
+    """The range around an estimate."""
+    return Range(expected / SPREAD, expected * SPREAD)
 
 
 @dataclass(frozen=True)

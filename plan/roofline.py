@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from architecture import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
@@ -230,7 +230,6 @@ class Times:
     """Seconds of each phase of a step by cause, and the numbers behind them."""
 
     causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic the slower one
-    hidden: dict[str, float]  # phase -> seconds of the faster one, which count where they do not overlap
     decode: dict[str, float]  # seconds of one decode step
     decode_steps: float  # of a step, all rounds and waves
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
@@ -261,9 +260,8 @@ class Times:
 
     @property
     def step(self) -> Range:
-        """The step lies in it: low, if launches and arithmetic overlap; high, if they follow each other."""
-        slow = {name: seconds + self.hidden.get(name, 0.0) for name, seconds in self.phases.items()}
-        return spread(self.total, sum(self.of_step(slow).values()))
+        """The step lies in it, as far as the published runs tell."""
+        return spread(self.total)
 
     @property
     def bottleneck(self) -> str:
@@ -315,20 +313,16 @@ def step_times(
             parts.append((steps, step(sequences=max(1, running * share), context=prompt + tokens)))
     waves, running = _waves(memory.wanted_rows, memory, layout)
     decode = step(sequences=running, context=prompt + completion / 2)
-    eager = rollout.enforce_eager
     decoding = {name: _decoding(arch, hardware, parts, bool(i)) for i, name in enumerate(DECODING)}
-    own_decoding, hidden_decoding = decoding[DECODING[eager]]
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
     micro_batches = _micro_batches(cfg, layout, prompt, completion)
-    hidden = {"decode": hidden_decoding}
 
-    def passing(phase: str, operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
+    def passing(operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
         """Seconds of so many operations in ``passes`` through all layers, each with ``launches`` in sum."""
         launching = launches * arch.num_layers * updates * micro_batches * hardware.launch_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
         longer = slower({"arithmetic": operations / rate}, {"launches": launching})
-        hidden[phase] = min(operations / rate, launching)
         away = {"tensor exchange": layout.away("tensor"), "expert exchange": layout.away("expert")}
         return longer | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
 
@@ -343,25 +337,21 @@ def step_times(
     share = cfg.earlier_passes
     shared = ("linear_fc1", "linear_fc2") if memory.merged_once else ()
     merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
-    old_policy = passing("old policy", policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
-    hidden["old policy"] *= share
+    old_policy = passing(policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     causes = {
         "sync": sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
-        "decode": own_decoding,
+        "decode": decoding[DECODING[rollout.enforce_eager]],
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
-        "reference": passing("reference", frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
-        "update forward": passing("update forward", first, forward + merges)
-        | {"merging": merging + (updates - 1) * once},
-        "update backward": passing("update backward", second, backward + merges * recompute, 1 + recompute, recompute)
+        "reference": passing(frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
+        "update forward": passing(first, forward + merges) | {"merging": merging + (updates - 1) * once},
+        "update backward": passing(second, backward + merges * recompute, 1 + recompute, recompute)
         | {"merging": merging * recompute},
         "optimizer": optimizer_seconds(cfg, arch, layout, hardware, updates),
     }
-    ranges = {
-        name: spread(sum(causes.values()), sum(causes.values()) + faster) for name, (causes, faster) in decoding.items()
-    }
+    ranges = {name: spread(sum(seconds.values())) for name, seconds in decoding.items()}
     steps = sum(steps for steps, _ in parts)
-    return Times(causes, hidden, decode, steps, ranges, waves, micro_batches)
+    return Times(causes, decode, steps, ranges, waves, micro_batches)
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
@@ -381,14 +371,10 @@ def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfi
     """The step of two sides that work at the same time and meet twice; ``ranks``: of the samplers."""
     size = 4 * lora_parameters(arch, lora, WHOLE)
     exchange = {"factors": size / HOST_BANDWIDTH, "copies": size * math.ceil(math.log2(ranks)) / COPY_BANDWIDTH}
-
-    def joined(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-        return {name: theirs[name] if name in SAMPLING else value for name, value in mine.items() if name in theirs}
-
+    causes = {name: (samplers if name in SAMPLING else trainers).causes[name] for name in samplers.causes}
     return dataclasses.replace(
         samplers,
-        causes=joined(trainers.causes, samplers.causes) | {EXCHANGE: exchange},
-        hidden=joined(trainers.hidden, samplers.hidden),
+        causes=causes | {EXCHANGE: exchange},
         micro_batches=trainers.micro_batches,
         apart=True,
     )
@@ -407,28 +393,18 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
     return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
 
 
-def _decode_limits(
-    arch: Architecture, decode: dict[str, float], hardware: Hardware, eager: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of one decode step by its roofline, and of its kernel launches."""
-    reads = {name: decode[name] for name in ("weights", "cache")}
-    roofline = slower(reads, {"arithmetic": decode["arithmetic"]}) | {"exchange": decode["exchange"]}
-    layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
-    return roofline, {"launches": arch.num_layers * layer}
-
-
 def _decoding(
     arch: Architecture, hardware: Hardware, parts: list[tuple[float, dict[str, float]]], eager: bool
-) -> tuple[dict[str, float], float]:
-    """Seconds of all decode steps by cause, and of what is hidden because it takes less time than that."""
+) -> dict[str, float]:
+    """Seconds of all decode steps by cause: of each step its roofline, or its launches if they take longer."""
+    layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
     causes: dict[str, float] = defaultdict(float)
-    hidden = 0.0
     for steps, part in parts:
-        limits = _decode_limits(arch, part, hardware, eager)
-        for cause, seconds in slower(*limits).items():
+        reads = {name: part[name] for name in ("weights", "cache")}
+        roofline = slower(reads, {"arithmetic": part["arithmetic"]}) | {"exchange": part["exchange"]}
+        for cause, seconds in slower(roofline, {"launches": arch.num_layers * layer}).items():
             causes[cause] += steps * seconds
-        hidden += steps * min(sum(limit.values()) for limit in limits)
-    return dict(causes), hidden
+    return dict(causes)
 
 
 def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float, dynamic_rounds: int = 0) -> str:

@@ -20,7 +20,7 @@ import pytest
 import preflight
 from architecture import Architecture
 from plan.grid import WHOLE
-from plan.hardware import HARDWARE, WIDEST, Range, spread
+from plan.hardware import HARDWARE, SPREAD, Range, spread
 from plan.parameters import base_parameters
 from plan.roofline import Rows, decode_parts, decode_step, forward_flops
 
@@ -131,7 +131,7 @@ def estimate(run: Run, found: Medians) -> Estimate:
     generating = generation(run, found.layer_seconds)
     training = peak_seconds(run) / found.shares[has_experts(run)]
     total = generating + training + updated_by_host(run) * found.host_seconds
-    return Estimate(spread(total, total), spread(generating, generating))
+    return Estimate(spread(total), spread(generating))
 
 
 def judged(runs: list[Run]) -> list[tuple[Run, Estimate, Medians]]:
@@ -153,14 +153,11 @@ def test_constants_of_the_plan_are_the_medians_of_what_was_published() -> None:
         assert constants.training_share == pytest.approx(found.shares[True], rel=1e-3)
 
 
-def test_a_range_is_never_wider_than_a_factor_of_three() -> None:
-    assert spread(100, 100) == (100 / 1.5, 150)
-    low, high = spread(100, 200)  # 67 to 300 would be wider; the middle stays
-    assert high / low == pytest.approx(WIDEST) and low * high == pytest.approx(100 / 1.5 * 300)
-
-
 def test_ranges_hold_the_published_times_but_the_named_ones() -> None:
-    """Misses are named, not fitted. One of them trains on 128 devices with pipelines, as no other run of experts."""
+    """Misses are named, not fitted. One of them trains on 128 devices with pipelines, as no other run of experts.
+
+    So three times a published time, or a third of it, is outside of a range of 1 / 1.5 to 1.5.
+    """
     missed = [run for run, found, _ in judged(RUNS) if not holds(found.step, run["step_seconds"])]
     assert [run["name"] for run in missed] == ["LoRA, adapter", "NeMo-RL 0.3, 30B", "NeMo-RL 0.4, 235B"]
     for run, found, _ in judged(RUNS):
@@ -168,13 +165,6 @@ def test_ranges_hold_the_published_times_but_the_named_ones() -> None:
     timed = [(found.generation, run["generation_seconds"]) for run, found, _ in judged(RUNS)]
     timed = [(range_, seconds) for range_, seconds in timed if seconds]
     assert len(timed) == 3 and all(holds(*pair) for pair in timed)
-
-
-def test_three_times_and_a_third_of_each_published_time_lie_outside() -> None:
-    for run, found, _ in judged(RUNS):
-        for range_, seconds in ((found.step, run["step_seconds"]), (found.generation, run["generation_seconds"])):
-            assert range_.high <= WIDEST * range_.low
-            assert not seconds or not (holds(range_, 3 * seconds) or holds(range_, seconds / 3)), run["name"]
 
 
 def test_a_plan_for_half_the_ranks_is_refuted_by_at_least_half_of_the_runs() -> None:
@@ -224,8 +214,8 @@ def test_the_plan_prints_ranges_with_graphs_and_without(capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     ranges = [found["step_s"], *found["decode_s"].values()]
     assert list(found["decode_s"]) == ["with graphs", "without graphs"]
-    assert all(1 < each["high"] / each["low"] <= WIDEST for each in ranges)
-    assert holds(Range(**found["step_s"]), found["step_seconds"]["total"])
+    assert all(each["high"] == pytest.approx(SPREAD**2 * each["low"]) for each in ranges)
+    assert found["step_s"]["low"] == pytest.approx(found["step_seconds"]["total"] / 1.5)
     without = found["decode_s"]["without graphs"]
     assert without["low"] < 1536 * 48 * 4.1e-3 < without["high"]
     preflight.main([QWEN3])

@@ -157,30 +157,26 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
 
 
 def test_a_step_of_two_sides_has_the_phases_of_the_slower_side_and_the_exchange():
-    """Samplers 9 s, trainers 7 s; if launches and arithmetic of the reference follow each other, the trainers 10 s."""
+    """Samplers 9 s, trainers 7 s, the exchange 1 s. The range allows for a factor of 1.5."""
     seconds = {"sync": {"memory": 1.0}, "decode": {"launches": 8.0}, "reference": {"arithmetic": 7.0}}
     seconds["exchange"] = {"factors": 1.0}
-    times = roofline.Times(seconds, {"reference": 3.0}, {}, 0, {}, waves=1, micro_batches=1, apart=True)
+    times = roofline.Times(seconds, {}, 0, {}, waves=1, micro_batches=1, apart=True)
     assert (times.total, times.bottleneck) == (10, "decode")
     assert times.long_phases == ["sync", "decode", "exchange"]  # a tenth of the step is long
-    assert times.step == (10 / 1.5, 11 * 1.5)
+    assert times.step == (10 / 1.5, 10 * 1.5)
 
 
 def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
     """On 16 ranks: 3,344 calls of the reference, 3,735 of the old policy, 4,471 forward and 9,254 backward.
 
-    At 1 ms a launch 12 micro-batches are bound by them, 9 of the old policy. The arithmetic is hidden then and counts
-    in the high estimate.
+    At 1 ms a launch 12 micro-batches are bound by them, 9 of the old policy.
     """
     slow = dataclasses.replace(NPU, eager_layer_seconds=0.001 * roofline.FORWARD_LAUNCHES)
     times = planned(hardware=slow)[0]
     counted = {"reference": 3344, "old policy": 3735 * 0.75, "update forward": 4471, "update backward": 9254}
     for phase, calls in counted.items():
         assert times.causes[phase]["launches"] == pytest.approx(12 * calls * 0.001, rel=0.005)
-        arithmetic = planned()[0].causes[phase]["arithmetic"]
-        assert times.hidden[phase] == pytest.approx(arithmetic)
-    assert times.step.high == pytest.approx(1.5 * (times.total + sum(times.hidden.values())))
-    assert times.step.low == pytest.approx(times.total / 1.5)
+        assert "arithmetic" not in times.causes[phase]
 
 
 @pytest.mark.parametrize(
