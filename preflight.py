@@ -27,7 +27,6 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from config import command, command_line, resolve_config
-from engines.capacity import MOST_SEQUENCES
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import MOST_RANKS, InputError, shown
@@ -96,13 +95,11 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
         "step_seconds": {
             "total": times.total,
             "phases": times.phases,
-            "bottleneck": times.bottleneck,
             "causes": times.causes,
             "advice": {name: advice(verdict.cfg, times, name) for name in times.long_phases},
-            "decode_step": times.decode,
         },
         "samplers": {key: of_samplers[key] for key in SIDE if of_samplers},
-        "run_seconds": {"steps": run.steps, "evaluations": run.evaluations, "checkpoints": run.checkpoints},
+        "run_seconds": {"steps": run.steps, "evaluations": run.evaluations},
     }
 
 
@@ -118,24 +115,16 @@ def as_text(
         for side in filter(None, (verdict, verdict.samplers)):
             lines += _layout_lines(side, setting) + _memory_lines(side, setting)
         lines += _time_lines(verdict, setting)
-    listed = [
-        f"  {other.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s"
-        f"  --ranks {other.ranks} {' '.join(overrides(other, verdict.cfg))}"
-        f"{f'  ({started[other.ranks]})' if other.ranks in started else ''}"
-        for other in others
-    ]
+    lines += ["", f"verdict: {'refused' if verdict.reasons else 'fits'}", *(f"  {each}" for each in verdict.reasons)]
     head = "the fastest that fit:" if by_time else "the nearest that fit, by memory a rank and estimated step:"
     none = "no layout of these ranks fits" if by_time else "no layout on up to 8 times as many ranks fits"
-    if others:
-        listed = [head, *listed]
-    elif verdict.reasons:
-        listed = [none]
-    lines += [
-        "",
-        f"verdict: {'refused' if verdict.reasons else 'fits'}",
-        *(f"  {reason}" for reason in verdict.reasons),
-    ]
-    return "\n".join([*lines, *listed])
+    if others or verdict.reasons:
+        lines.append(head if others else none)
+    for other in others:
+        script = f"  ({started[other.ranks]})" if other.ranks in started else ""
+        typed = f"--ranks {other.ranks} {' '.join(overrides(other, verdict.cfg))}{script}"
+        lines.append(f"  {other.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s  {typed}")
+    return "\n".join(lines)
 
 
 def of_side(layout: grid.RankGrid) -> str:
@@ -175,8 +164,6 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 
 def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
-    samples = verdict.layout.role != "trainers"
-    graphs = memory.GRAPH_BYTES[setting.device] * verdict.cfg.rollout.kind.reserves * samples / memory.GIB
     cached = f"; {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once"
 
     def row(name: str, size: int, note: str) -> str:
@@ -190,82 +177,56 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         "  in each phase, all that stays included:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
-        f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB"
-        f"{f' and {graphs:g} GiB for the graphs of the engine' * (graphs > 0)}, {memory.MARGIN:.0%} margin"
-        f"{cached * samples}",
+        f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB and, with graphs in the engine,"
+        f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB more, {memory.MARGIN:.0%} margin"
+        f"{cached * (verdict.layout.role != 'trainers')}",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
 
 
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
-    times = verdict.times
-    longest = verdict.cfg.rollout.max_new_tokens
+    times, longest = verdict.times, verdict.cfg.rollout.max_new_tokens
     mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
+    beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
     lines = [
         "",
-        f"estimated step: {times.step} s, expected {times.total:,.0f} s, if answers have {mean} of {longest} tokens",
+        f"estimated step: {times.step} s, expected {three_digits(times.total)} s, if answers have {mean} of {longest} "
+        "tokens",
+        whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps),
+        f"expected, by phase, with the longest part of each{beside}:",
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
-        saving = f"; rollout.enforce_eager=false would save about {three_digits(times.graphs_save)} s a step"
-        lines.append(f"decoding: {', '.join(decoding)}{saving * verdict.cfg.rollout.enforce_eager}")
-    lines.append(whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps))
-    beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
-    lines.append(f"expected, by phase{beside}:")
+        lines.insert(2, f"decoding: {', '.join(decoding)}")
     for name, seconds in times.phases.items():
-        shares = [f"{cause} {part / seconds:.0%}" for cause, part in times.causes[name].items() if part > seconds / 10]
+        bound = times.bound(name)
         change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
-        if shares:
-            lines.append(f"  {name:22} {seconds:8.3f} s  {', '.join(shares)}{change}")
-    parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in times.decode.items())
-    lines.append(f"  a decode step, ms: {parts}; {times.waves} wave{'s' * (times.waves > 1)}")
+        if seconds:
+            lines.append(f"  {name:22} {seconds:8.3f} s  {bound} {times.causes[name][bound] / seconds:.0%}{change}")
     assumed = roofline.assumptions(
         setting.hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
     )
-    return [
-        *lines,
-        f"  assumed: {assumed}",
-        f"  longest: {times.bottleneck}, bound by {times.bound(times.bottleneck)}",
-    ]
+    return [*lines, f"  assumed: {assumed}"]
 
 
 def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
-    """A change that would shorten ``phase``."""
+    """A change that would shorten ``phase``: the first one of a table whose condition holds."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
-    in_decode = phase == "decode"
-    rules = (
-        (
-            in_decode and times.waves > 1,
-            f"sampling takes {times.waves} waves: more rollout.kv_cache_mib; above {MOST_SEQUENCES} rows more replicas",
-        ),
-        (
-            in_decode and bound == "launches" and cfg.rollout.enforce_eager,
-            "rollout.enforce_eager=false: graphs launch a step at once",
-        ),
-        (
-            phase == "old policy",
-            "one update a step (optim.prompts_per_update = rollout.prompts_per_step) needs no such pass",
-        ),
-        (
-            phase == "update backward" and cfg.model.recompute,
-            "model.recompute=false saves a forward pass, if the activations fit",
-        ),
-        (bound == "launches" and not in_decode, f"fuller micro-batches: a larger {larger}"),
-        (in_decode and bound == "launches", "more sequences a step cost almost nothing"),
-        (
-            in_decode and bound == "weights",
-            "a larger rollout.tensor reads fewer bytes a rank, more sequences share each read",
-        ),
-        (in_decode and bound == "cache", "shorter completions, or more ranks"),
-        (in_decode and bound == "exchange", "a smaller rollout.tensor"),
-        (phase == "sync", "fewer lora.targets: what is not adapted does not travel"),
-        (phase == "optimizer", "a smaller lora.expert_rank, fewer updates a step"),
-        (phase == "reference" and bound == "arithmetic", "loss.kl=none needs no such pass; or more ranks"),
-        (bound == "expert exchange", "experts trade rows: a smaller parallel.expert, if the experts fit"),
+    table = (
+        (phase == "decode" and times.waves > 1, f"{times.waves} waves: more rollout.kv_cache_mib, or more replicas"),
+        (phase == "decode" and bound == "launches" and cfg.rollout.enforce_eager, "rollout.enforce_eager=false"),
+        (phase == "decode" and bound == "launches", "more sequences a step cost almost nothing"),
+        (phase == "decode" and bound == "weights", "a larger rollout.tensor, or more sequences a step"),
+        (phase == "old policy", "not needed with optim.prompts_per_update = rollout.prompts_per_step"),
+        (phase == "update backward" and cfg.model.recompute, "model.recompute=false, if the activations fit"),
+        (bound == "launches", f"a larger {larger}"),
+        (bound == "expert exchange", "a smaller parallel.expert, if the experts fit"),
         (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
+        (phase == "reference", "not needed with loss.kl=none"),
+        (phase == "optimizer", "a smaller lora.expert_rank, or fewer updates a step"),
     )
-    return next((change for holds, change in rules if holds), "more ranks")
+    return next((change for holds, change in table if holds), "more ranks")
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -102,25 +102,15 @@ def crossing(members: list[list[int]], ranks_per_node: int) -> int:
 
 
 def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
-    """One line for each kind of group: how many groups, which ranks, their purpose, and how many cross nodes."""
+    """One line for each kind of group: how many groups, their size, their purpose, and how many cross nodes."""
     lines = []
     for kind, members in groups(layout).items():
-        number, size = len(members), len(members[0])
-        if size == 1:
-            lines.append(f"  {kind:13} {number} x 1")
-            continue
-        shown = " ".join(f"{{{_brief(group)}}}" for group in members[:2])
-        shown += f" ... {{{_brief(members[-1])}}}" if number > 2 else ""
+        size, distance = layout.groups[kind]
         cut = crossing(members, ranks_per_node)
-        nodes = f"; {cut} of {number} cross nodes" if cut else ""
-        lines.append(f"  {kind:13} {number} x {size}: {shown}  {PURPOSE[kind]}{nodes}")
+        nodes = f"; {cut} of {len(members)} cross nodes" if cut else ""
+        purpose = f", {distance} apart: {PURPOSE[kind]}{nodes}" if size > 1 else ""
+        lines.append(f"  {kind:13} {len(members)} x {size}{purpose}")
     return lines
-
-
-def _brief(group: list[int]) -> str:
-    if len(group) <= 4:
-        return ",".join(map(str, group))
-    return f"{group[0]}-{group[-1]}" if group[1] == group[0] + 1 else f"{group[0]},{group[1]}..{group[-1]}"
 
 
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}

@@ -230,7 +230,6 @@ class Times:
     """Seconds of each phase of a step by cause, and the numbers behind them."""
 
     causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic the slower one
-    decode: dict[str, float]  # seconds of one decode step
     decode_steps: float  # of a step, all rounds and waves
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
     waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
@@ -241,18 +240,15 @@ class Times:
     def phases(self) -> dict[str, float]:
         return {phase: sum(causes.values()) for phase, causes in self.causes.items()}
 
-    def of_step(self, phases: dict[str, float]) -> dict[str, float]:
-        """Those of these phases that make up a step: with two sides those of the slower one, and the exchange."""
-        if not self.apart:
-            return phases
-        sampling = {name: seconds for name, seconds in phases.items() if name in SAMPLING}
-        others = {name: seconds for name, seconds in phases.items() if name not in (*SAMPLING, EXCHANGE)}
-        slower_side = max(sampling, others, key=lambda side: sum(side.values()))
-        return slower_side | {EXCHANGE: phases[EXCHANGE]}
-
     @property
     def counting(self) -> dict[str, float]:
-        return self.of_step(self.phases)
+        """The phases that make up a step: with two sides those of the slower one, and the exchange."""
+        if not self.apart:
+            return self.phases
+        sampling = {name: seconds for name, seconds in self.phases.items() if name in SAMPLING}
+        training = {name: seconds for name, seconds in self.phases.items() if name not in (*SAMPLING, EXCHANGE)}
+        slower_side = max(sampling, training, key=lambda side: sum(side.values()))
+        return slower_side | {EXCHANGE: self.phases[EXCHANGE]}
 
     @property
     def total(self) -> float:
@@ -264,22 +260,9 @@ class Times:
         return spread(self.total)
 
     @property
-    def bottleneck(self) -> str:
-        return max(self.counting, key=self.counting.__getitem__)
-
-    @property
     def long_phases(self) -> list[str]:
         """The phases that are worth shortening, because they take a tenth of the step or more."""
         return [name for name, seconds in self.counting.items() if seconds >= 0.1 * self.total]
-
-    @property
-    def graphs_save(self) -> float:
-        """Seconds that decoding with graphs would save a step: the difference of the middles of both ranges."""
-        graphs, eager = (math.sqrt(low * high) for low, high in self.decoding.values())
-        if not self.apart:
-            return eager - graphs
-        no_sampling = {name: 0.0 if name in SAMPLING else seconds for name, seconds in self.phases.items()}
-        return min(eager - graphs, self.total - sum(self.of_step(no_sampling).values()))
 
     def bound(self, phase: str) -> str:
         """The cause that takes most of ``phase``."""
@@ -311,8 +294,7 @@ def step_times(
         waves, running = _waves(math.ceil(memory.wanted_rows * of_groups), memory, layout)
         for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
             parts.append((steps, step(sequences=max(1, running * share), context=prompt + tokens)))
-    waves, running = _waves(memory.wanted_rows, memory, layout)
-    decode = step(sequences=running, context=prompt + completion / 2)
+    waves, _ = _waves(memory.wanted_rows, memory, layout)
     decoding = {name: _decoding(arch, hardware, parts, bool(i)) for i, name in enumerate(DECODING)}
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
@@ -351,7 +333,7 @@ def step_times(
     }
     ranges = {name: spread(sum(seconds.values())) for name, seconds in decoding.items()}
     steps = sum(steps for steps, _ in parts)
-    return Times(causes, decode, steps, ranges, waves, micro_batches)
+    return Times(causes, steps, ranges, waves, micro_batches)
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """How long a whole run takes, and how much disk space its checkpoints need, by the plan of one step.
 
-This is rough: steps times the expected seconds of a step, evaluations by its prefill and decode steps, and writing of
-checkpoints. Loading the model and its warm start are not counted. Nothing here imports torch.
+This is rough: steps times the expected seconds of a step, and evaluations by its prefill and decode steps. Loading the
+model, its warm start and writing checkpoints are not counted. Nothing here imports torch.
 """
 
 import contextlib
@@ -18,23 +18,20 @@ from plan.parameters import checkpoint_bytes
 from plan.search import Setting, Verdict, judge
 
 GSM8K_HELD_OUT = 1319  # questions; assumed of every file, and printed. eval.num_questions sets it
-DISK = 1e9  # bytes per second to which a checkpoint is written: a guess
 
 
 class WholeRun(NamedTuple):
-    """Seconds and numbers of a run."""
+    """Seconds of the steps and of the evaluations of a run, and what stays of it."""
 
-    steps: float  # seconds, as those of evaluations and checkpoints
+    steps: float
     evaluations: float
-    checkpoints: float
     num_evaluations: int
     num_questions: int  # of one evaluation
-    num_checkpoints: int  # that are written
     kept_bytes: int  # of the checkpoints that stay at the end
 
     @property
     def hours(self) -> float:
-        return (self.steps + self.evaluations + self.checkpoints) / 3600
+        return (self.steps + self.evaluations) / 3600
 
 
 def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
@@ -57,16 +54,13 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         a_set += waves * cfg.rollout.max_new_tokens * times.phases["decode"] / times.decode_steps
         a_set += questions * times.phases["prefill"] / cfg.rollout.prompts_per_step
     evaluations = 1 + _times_due(cfg.eval.every, cfg.train.steps)  # one before the first step
-    saved = _times_due(cfg.train.checkpoint_every, cfg.train.steps)
-    size = checkpoint_bytes(cfg, arch)
+    kept = min(cfg.train.keep_last, _times_due(cfg.train.checkpoint_every, cfg.train.steps))
     return WholeRun(
         steps=cfg.train.steps * times.total,
         evaluations=evaluations * sets * a_set,
-        checkpoints=saved * size / DISK,
         num_evaluations=evaluations,
         num_questions=sets * questions,
-        num_checkpoints=saved,
-        kept_bytes=min(cfg.train.keep_last, saved) * size,
+        kept_bytes=kept * checkpoint_bytes(cfg, arch),
     )
 
 
@@ -91,14 +85,10 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
 
 
 def sentence(run: WholeRun, steps: int) -> str:
-    """`estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h + ...`, one line."""
-
-    def time(seconds: float) -> str:
-        return f"{three_digits(seconds / 3600)} h" if seconds >= 360 else f"{three_digits(seconds)} s"
-
+    """`estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`, one line."""
+    hours = [three_digits(seconds / 3600) for seconds in (run.steps, run.evaluations)]
     return (
-        f"estimated run: {time(3600 * run.hours)} = {steps} steps {time(run.steps)}"
-        f" + {run.num_evaluations} evaluations of {run.num_questions:,} questions {time(run.evaluations)}"
-        f" + {run.num_checkpoints} checkpoints {time(run.checkpoints)}, of which {three_digits(run.kept_bytes / GIB)} "
-        "GiB stay"
+        f"estimated run: {three_digits(run.hours)} h = {steps} steps {hours[0]} h"
+        f" + {run.num_evaluations} evaluations of {run.num_questions:,} questions {hours[1]} h"
+        f"; {three_digits(run.kept_bytes / GIB)} GiB of checkpoints stay"
     )

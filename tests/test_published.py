@@ -219,10 +219,7 @@ def test_the_plan_prints_ranges_with_graphs_and_without(capsys) -> None:
     without = found["decode_s"]["without graphs"]
     assert without["low"] < 1536 * 48 * 4.1e-3 < without["high"]
     preflight.main([QWEN3])
-    text = capsys.readouterr().out
-    assert "rollout.enforce_eager=false would save about" in text and " s without graphs" in text
-    preflight.main([QWEN3, "rollout.enforce_eager=false"])
-    assert "would save" not in capsys.readouterr().out
+    assert "decoding: 30.5 to 68.6 s with graphs, 203 to 456 s without graphs\n" in capsys.readouterr().out
 
 
 MEASURED = {"generate": 100.0, "old_logp": 20.0, "reference": 15.0, "update": 65.0, "step": 202.0}

@@ -153,15 +153,17 @@ def test_more_work_takes_longer_and_more_ranks_do_not():
 def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     times, cfg = planned("rollout.kv_cache_mib=512", completion=1024)
     assert times.waves > 1 and times.phases["decode"] > planned(completion=1024)[0].phases["decode"]
-    assert times.bottleneck == "decode" and "rollout.kv_cache_mib" in preflight.advice(cfg, times, "decode")
+    assert max(times.phases, key=times.phases.get) == "decode" and "rollout.kv_cache_mib" in preflight.advice(
+        cfg, times, "decode"
+    )
 
 
 def test_a_step_of_two_sides_has_the_phases_of_the_slower_side_and_the_exchange():
     """Samplers 9 s, trainers 7 s, the exchange 1 s. The range allows for a factor of 1.5."""
     seconds = {"sync": {"memory": 1.0}, "decode": {"launches": 8.0}, "reference": {"arithmetic": 7.0}}
     seconds["exchange"] = {"factors": 1.0}
-    times = roofline.Times(seconds, {}, 0, {}, waves=1, micro_batches=1, apart=True)
-    assert (times.total, times.bottleneck) == (10, "decode")
+    times = roofline.Times(seconds, 0, {}, waves=1, micro_batches=1, apart=True)
+    assert times.total == 10
     assert times.long_phases == ["sync", "decode", "exchange"]  # a tenth of the step is long
     assert times.step == (10 / 1.5, 10 * 1.5)
 
