@@ -88,14 +88,14 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     assert {name: stages[name]["status"] for name in NAMES} == (
         dict.fromkeys(NAMES, "skipped") | dict.fromkeys(["doctor", "plan", "operators"], "pass") | {"groups": "fail"}
     )
-    assert stages["groups"]["reason"] == "error: EJ0003 <port>\n  look at: HCCL" and not stages[""]["passed"]
+    assert stages["groups"]["reason"].startswith("error: EJ0003 <port>\n  look at: HCCL\n") and not stages[""]["passed"]
     assert Path(stages["groups"]["log"]).read_text() == wrong
     assert stages["layers"]["reason"] == "needs groups, which has not passed"
     command = (
         f"parallel_setup.py --standalone --local-addr=localhost --nproc_per_node=2 preflight.py --groups {hour.config}"
     )
     assert command in stages["groups"]["command"]
-    for line in ("FAIL, ", "error: EJ0003", "do:  Time-out: HCCL's ports", f"log: {hour.results}/groups.log", command):
+    for line in ("fail, ", "error: EJ0003", "do:  Time-out: HCCL's ports", f"log: {hour.results}/groups.log", command):
         assert line in said, line
     assert "result: failed: groups." in said
 
@@ -129,12 +129,9 @@ def test_an_npu_has_its_variables_and_devices_and_graphs_that_fail_do_not_fail_t
     code, ran, said = hour.start("name=tiny_cpu", ASCEND_RT_VISIBLE_DEVICES="0,1,4,5")
     stages = hour.report()
     assert (code, ran) == (0, NAMES), said
-    assert "result: all passed that the run needs; failed: graphs." in said
-    assert (stages[""]["device"], stages[""]["ranks"], stages["graphs"]["reason"]) == (
-        "npu",
-        4,
-        "RuntimeError: no capture",
-    )
+    assert "result: failed: graphs." in said and stages[""]["passed"]
+    assert (stages[""]["device"], stages[""]["ranks"]) == ("npu", 4)
+    assert stages["graphs"]["reason"] == "RuntimeError: no capture"
     assert Path(stages["steps"]["log"]).read_text() == "1800 of npu_env.sh\n"
 
 
@@ -153,9 +150,9 @@ HANGS = "sleep 600 & echo $! >child; echo stands still; wait"
 
 def test_a_stage_that_does_not_end_is_ended_with_its_processes_at_its_limit(hour) -> None:
     (hour.folder / "doctor").write_text(HANGS)
-    code, ran, _ = hour.start(MINUTES="0.02 1 1 1 1 1 1 1")
+    code, ran, _ = hour.start(MINUTES="0.1")
     assert code == 1 and len(ran) == 7
-    assert hour.report()["doctor"]["reason"] == "ended after 0.02 minutes, its limit; in its log: stands still"
+    assert hour.report()["doctor"]["reason"] == "ended after 0.1 minutes, its limit; in its log: stands still"
     assert ended((hour.folder / "child").read_text().strip())
 
 
@@ -174,15 +171,13 @@ def test_a_script_that_is_interrupted_or_killed_ends_its_stage_and_can_be_starte
 
 
 def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
-    (hour.folder / "flock").write_text(
-        f'#!/bin/sh\n[ "$1" = --nonblock ] || set -- --wait 1 "$3"\nexec {shutil.which("flock")} "$@"\n'
-    )
+    (hour.folder / "flock").write_text(f'#!/bin/sh\n[ "$2" = 60 ] && exec {shutil.which("flock")} --wait 1 "$3"\n')
     (hour.folder / "flock").chmod(0o755)
     hour.results.mkdir(parents=True)
     with open(hour.results / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, ran, said = hour.start(PATH=f"{hour.folder}:{os.environ['PATH']}")
-    assert (code, ran) == (2, []) and "another first hour is at work there" in said and "waiting: " in said
+    assert (code, ran) == (2, []) and "another first hour is at work there" in said
 
 
 @pytest.mark.parametrize(
@@ -194,10 +189,10 @@ def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
         (["--report"], {}, "--report: FILE is missing"),
         (["--report", str(ROOT / "README.md")], {}, "README.md is another file; needed: a new name"),
         (["--report", "/none/report"], {}, "/none/report cannot be written"),
-        (["train.out_dir=/dev/null"], {}, "train.out_dir: /dev/null/first_hour-tiny_cpu cannot be written"),
+        (["train.out_dir=/dev/null"], {}, "train.out_dir: /dev/null/first_hour-tiny_cpu cannot be made"),
         ([], {"RANKS": "two"}, "RANKS: found 'two'; needed: a whole number"),
         ([], {"RANKS": "0"}, "--ranks: found 0; needed: more than 0"),
-        ([], {"MINUTES": "5 5"}, "MINUTES: found '5 5'; needed: 8 numbers, one a stage"),
+        ([], {"MINUTES": "5 5"}, "MINUTES: found '5 5'; needed: a number"),
     ],
 )
 def test_unusable_input_is_one_line_and_exit_code_2(arguments, variables, words, hour) -> None:
@@ -222,8 +217,8 @@ def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> Non
     folder = tmp_path / "out" / "first_hour-tiny"
     command = ("env", f"PYTHON={sys.executable}", "bash", "first_hour.sh", tmp_path / "run.yaml")
 
-    def stage(number: int) -> str:
-        return second.text.split(f"\n{number}/8 ")[1].splitlines()[1]
+    def stage(name: str) -> str:
+        return second.text.split(f"\n{name} (limit ")[1].splitlines()[1]
 
     with started(*command, log=tmp_path / "first") as first:
         first.until((folder / "layers" / "config.json").exists)
@@ -232,7 +227,7 @@ def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> Non
         with started(*command, log=tmp_path / "second") as second:
             assert second.wait(500) == 0, second.text
         assert not first.living()
-    assert all("kept from an earlier start" in stage(number) for number in (1, 2, 3, 4)), second.text
-    assert all(stage(number).startswith("    pass, ") for number in (5, 6, 7)), second.text
+    assert all("kept from an earlier start" in stage(name) for name in NAMES[:4]), second.text
+    assert all(stage(name).startswith("    pass, ") for name in NAMES[4:7]), second.text
     assert json.loads((folder / "report.json").read_text())["passed"]
     assert (folder / "steps").exists() and not (folder / "layers").exists()
