@@ -224,6 +224,7 @@ def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
         (bound == "expert exchange", "a smaller parallel.expert, if the experts fit"),
         (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
         (phase == "reference", "not needed with loss.kl=none"),
+        (phase == "sync", "fewer lora.targets"),
         (phase == "optimizer", "a smaller lora.expert_rank, or fewer updates a step"),
     )
     return next((change for holds, change in table if holds), "more ranks")
