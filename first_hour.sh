@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a new machine: eight stages, from the doctor to three steps of the real run, and one report. Each stage
+# The first hour on a new machine: nine stages, from the doctor to three steps of the real run, and one report. Each stage
 # says what it proves and, if it fails, what to do. --help prints the stages.
 #
 #   bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]       e.g.  bash first_hour.sh configs/qwen3.yaml
@@ -37,9 +37,14 @@ stages() {
     stage layers 30 "groups" "Trainer and engine have the same log-probs on two layers after every adapter has changed." \
         "Try rollout.expert_parallel=false, rollout.enforce_eager=true or rollout.engine=torch: which one helps?" \
         "${all_ranks[@]}" preflight.py --layers "${run[@]}" --folder "$folder/layers"
-    stage self-test 15 "groups" "Two ranks make the same update of a tiny model as a reference. (One rank: the model learns.)" \
-        "The line names a layout and a check; the log says what to look at. model.dtype=fp32 compares more closely." \
-        "${self_test[@]}"
+    stage self-test 15 "groups" "Tiny models in every layout of $tested ranks have the gradients and steps of transformers and torch." \
+        "Each FAILED line names a test and a layout; docs/self_test.md says how to see more." \
+        "${torchrun[@]}" --nproc_per_node="$tested" preflight.py --self-test "${run[@]}"
+    # shellcheck disable=SC2016  # the inner bash expands them
+    stage learning 30 "self-test" "One rank trains the tiny model of configs/tiny_cpu.yaml, which must answer 60 % or more." \
+        "The log has the accuracies. All stages before passed: compare metrics.jsonl with that of a CPU (run_cpu.sh)." \
+        bash -c '"$0" train_grpo.py configs/tiny_cpu.yaml "$@" | tee /dev/stderr | grep -E "accuracy .* -> ([6-9].|100)\."' \
+        "$PYTHON" device="$device" parallel.expert=1 train.out_dir="$folder/learning"
     stage steps 90 "groups layers" "Three steps of the real run work, with an evaluation before and after them." \
         "The line is the run's own error. Out of memory: a smaller rollout.kv_cache_mib or optim.tokens_per_micro_batch." \
         "${all_ranks[@]}" train_grpo.py "${steps[@]}" train.out_dir="$folder/steps"
@@ -107,7 +112,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 cd "$(dirname "$0")"
-ranks=1 graphs=yes folder="" run=() steps=() all_ranks=() self_test=()
+ranks=1 graphs=yes folder="" run=() steps=() all_ranks=() torchrun=() device="" tested=2
 if [ "$explain" = yes ]; then
     sed -n '2,/^$/ s/^# \{0,1\}//p' first_hour.sh
     stages
@@ -117,6 +122,8 @@ fi
 [ -n "$config" ] || refuse "CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml"
 [[ $RANKS =~ ^[0-9]*$ ]] || refuse "RANKS: found '$RANKS'; needed: a whole number"
 [[ $MINUTES =~ ^([0-9]+(\.[0-9]+)?)?$ ]] || refuse "MINUTES: found '$MINUTES'; needed: a number"
+"$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
+    refuse "PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)"
 run=("$config" "${overrides[@]}")
 # A value of eval.num_questions on the command line counts, because it comes later.
 steps=("$config" eval.num_questions=32 "${overrides[@]}" train.steps=3 eval.every=0 train.resume=never train.checkpoint_every=3)
@@ -142,10 +149,8 @@ flock --wait 60 9 || refuse "$folder: another first hour is at work there; end i
 # parallel_setup.py is torchrun. Without localhost, a host name that cannot be resolved hangs the start.
 torchrun=("$PYTHON" parallel_setup.py --standalone --local-addr=localhost)
 all_ranks=("${torchrun[@]}" --nproc_per_node="$ranks")
-self_test=("$PYTHON" preflight.py --self-test "${run[@]}")
-if [ "$ranks" -gt 1 ]; then
-    self_test=("${torchrun[@]}" --nproc_per_node=2 preflight.py --self-test "${run[@]}" --ranks 2)
-fi
+tested=1   # the self-test has layouts of 1, 2, 4, 8 and 16 ranks
+while [ "$tested" -lt 16 ] && [ $((2 * tested)) -le "$ranks" ]; do tested=$((2 * tested)); done
 state=$({
     printf '%s\n' "${run[@]}" "$ranks" "$GIB"
     sha256sum "$config" ./*.py ./*/*.py ./*.sh
