@@ -332,12 +332,10 @@ def judge_layout(arguments: list[str]) -> int:
         )
     mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
     hardware = HARDWARE[device]
-    if args.device_gib:
-        hardware = dataclasses.replace(hardware, memory_gib=args.device_gib)
     setting = Setting(
         arch=arch,
         device=device,
-        hardware=hardware,
+        hardware=dataclasses.replace(hardware, memory_gib=args.device_gib or hardware.memory_gib),
         ranks_per_node=node,
         prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
         completion_tokens=args.completion_tokens or mean,
@@ -348,7 +346,11 @@ def judge_layout(arguments: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
     by_time = args.fastest or bool(verdict.reasons and verdict.samplers)  # the nearest are sought for one side
-    others = fastest(verdict, setting) if by_time else alternatives(verdict, setting) if verdict.reasons else []
+    others = []
+    if by_time:
+        others = fastest(verdict, setting)
+    elif verdict.reasons:
+        others = alternatives(verdict, setting)
     started = scripts(Path(args.config), setting.device)
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))

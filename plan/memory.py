@@ -51,8 +51,7 @@ BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one commu
 class Activations:
     """Bytes that one micro-batch needs beyond parameters and gradients."""
 
-    kept: int  # for the backward pass, over all layers and the head
-    peak: int  # the most at one time, ``kept`` included
+    peak: int  # the most at one time, with what is kept for the backward pass
     logits: int  # the part of ``peak`` that a chunk of logits and their gradient take
     reference: int  # the most of a forward pass that keeps nothing
     entering: int  # of such a pass when the rows reach the experts, whose weights are then merged
@@ -125,7 +124,7 @@ def activations(
     entering = 4 * s * h * element + rows * (1 + 2 / layout.expert_tensor) * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
     peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
-    return Activations(int(kept), int(peak), int(logits), int(reference), int(entering), int(recomputed))
+    return Activations(int(peak), int(logits), int(reference), int(entering), int(recomputed))
 
 
 def _kept_by_layer(

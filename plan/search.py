@@ -193,8 +193,7 @@ def _variants(cfg: Config, ranks: int) -> Iterator[Config]:
     weights = cfg.loss.importance if cfg.loss.corrects else "none"
     together = _with(cfg, rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
     ways = [together if cfg.rollout.ranks else cfg]
-    announced = cfg.loss.importance == "uncorrected"
-    importance = cfg.loss.importance if cfg.loss.corrects or announced else "token"
+    importance = "token" if cfg.loss.importance == "none" else cfg.loss.importance
     for part in sorted({ranks // 4, ranks // 2, ranks * 3 // 4, cfg.rollout.ranks}):
         if 0 < part < ranks:
             rollout = {"ranks": part, "staleness": 1}
