@@ -148,18 +148,16 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
         nearest = accepted(refused, [base], tried, setting, engines=engines)
         listed = listed or list(itertools.islice(nearest, LISTED))
     if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
-        layouts = [(verdict.cfg, verdict.layout) for verdict in listed]  # no set: a Config has no hash
-        unchanged = [verdict for verdict in (judge(cfg, count, setting) for count in counts) if not verdict.reasons]
-        new = [verdict for verdict in unchanged if (verdict.cfg, verdict.layout) not in layouts]
+        unchanged = [judge(cfg, count, setting) for count in counts]
+        new = [verdict for verdict in unchanged if not verdict.reasons and verdict not in listed]
         listed = listed[: LISTED - 1] + new[:1]
     if listed and all(verdict.ranks != ranks for verdict in listed):
         # After a die has failed there are fewer ranks, so the largest number of them that fits replaces the last one.
         most = max((verdict.ranks for verdict in listed if verdict.ranks < ranks), default=0)
         fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
         for count in fewer:
-            same_engine = accepted(refused, [cfg], [count], setting, engines=False)
-            others = accepted(refused, [cfg, recomputing], [count], setting, engines=True)
-            largest = list(itertools.islice(itertools.chain(same_engine, others), 1))
+            nearest = accepted(refused, [cfg, recomputing], [count], setting, engines=True)
+            largest = list(itertools.islice(nearest, 1))
             if largest:
                 listed = listed[: LISTED - 1] + largest
                 break
