@@ -48,7 +48,7 @@ def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path:
     """A rank that raises ends the others, with its error. Only the layout that has most kinds of parallelism is run."""
     monkeypatch.setenv("PYTEST_PLUGINS", "with_fake_npu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'TP2_EP2 or operator'" + (f" --plant '{fault}'" if fault else ""))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'TP2_EP2 or 2-none'" + (f" --plant '{fault}'" if fault else ""))
     with launched.launch(2, "preflight.py", "--self-test", TINY, "device=npu", log=tmp_path / "log") as launch:
         code = launch.wait(300)
     assert code == (1 if fault else 0), launch.text[-3000:]

@@ -1,13 +1,14 @@
 """LoRA in every layout against gradients from code without LoRA (lora_reference.py), with negative controls.
 
-Each rank runs `measure` once for each layout and kind, in one forked world for each number of ranks. Each control
-leaves out one reduction, which the tests must notice. Then: the targets that can be adapted or are refused, and bf16
-bases.
+Each rank runs `measure` once for each layout and kind. Each control leaves out one reduction, which the tests must
+notice. Then: the targets that can be adapted or are refused, and bf16 bases.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import lora_reference
@@ -19,7 +20,7 @@ from lora_reference import EXPERT_RANK, KINDS, RANK, Reference
 from measured import CONTROLS, measure
 from reference_process import Problem
 from safetensors.torch import load_file
-from tiers import asked, ci, nightly
+from tiers import ci, nightly
 from torch import Tensor
 from world import Place
 
@@ -44,8 +45,10 @@ def references(problem: Problem) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="module")
-def everywhere(problem: Problem) -> dict[str, list]:
-    return world.in_layouts(asked(LAYOUTS), measure, problem.paths, problem.references, problem.tokens)
+def everywhere(problem: Problem) -> Callable[[str], list[dict]]:
+    """A function that measures a layout once, on every rank."""
+    args = problem.paths, problem.references, problem.tokens
+    return functools.cache(lambda layout: world.in_layouts([layout], measure, *args)[layout])
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def kind(request) -> str:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, kind, everywhere) -> list[dict]:
     """The measurements of every rank of one layout."""
-    return [by_kind[kind] for by_kind in everywhere[request.param]]
+    return [by_kind[kind] for by_kind in everywhere(request.param)]
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -102,13 +105,13 @@ def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
 )
 def test_leaving_out_a_reduction_is_noticed(control, layout, kind, everywhere):
     """Every rank gets a wrong gradient for some factor, far outside the tolerance."""
-    assert min(by_kind[kind][control] for by_kind in everywhere[layout]) > 1e-2
+    assert min(by_kind[kind][control] for by_kind in everywhere(layout)) > 1e-2
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("layout", ["DP2", "TP2", ci("ETP2"), ci("TP2_EP4"), nightly("TP4_EP16")])
 def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, references):
-    for by_kind in everywhere[layout]:
+    for by_kind in everywhere(layout):
         assert by_kind[kind]["norm with copies"] > 1.01 * references[kind].norm
 
 
@@ -126,7 +129,7 @@ def test_a_new_and_a_disabled_adapter_change_no_bit(ranks):
 def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhere, references, problem, kind):
     base = load_file(problem.paths[kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
-    for by_kind in everywhere[layout]:
+    for by_kind in everywhere(layout):
         fused = {weights_hf.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
         whole = sorted(name for name in by_kind[kind]["names"] if weights_hf.fused_group(name) in fused)
         assert by_kind[kind]["partial names"] == whole
@@ -136,12 +139,12 @@ def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhe
 def test_factors_at_the_start_and_saved_ones_do_not_depend_on_the_layout(ranks, everywhere, kind):
     """Every layout cuts its shards from the same whole tensors, and gathers the same whole tensors again."""
     for rank in ranks:
-        assert rank["initial"] == everywhere["TP1"][0][kind]["initial"]
+        assert rank["initial"] == everywhere("TP1")[0][kind]["initial"]
         assert rank["round trip"]
 
 
 def test_initial_factors_are_uniform_and_each_experts_own(everywhere, kind):
-    initial = everywhere["TP1"][0][kind]["initial"]
+    initial = everywhere("TP1")[0][kind]["initial"]
     experts = torch.frombuffer(bytearray(initial["model.layers.0.mlp.experts.gate_up_proj.A"]), dtype=torch.float32)
     experts = experts.view(16, 64, EXPERT_RANK)
     assert 0.99 / 8 < experts.abs().max() <= 1 / 8  # +-1 / sqrt(64), as PEFT draws it

@@ -6,6 +6,8 @@ few rows. CASES of update_reference.py choose losses, KL, importance weights and
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,6 @@ import world
 from adapted import adapt
 from lora_reference import Named
 from reference_process import Problem
-from tiers import asked
 from update_reference import CASES, Updated
 from world import Place
 
@@ -61,15 +62,16 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def everywhere(problem: Problem) -> dict[str, list]:
-    factors = problem.references[KIND].factors
-    return world.in_layouts(asked(LAYOUTS), steps, problem.paths[KIND], factors, problem.batch, problem.updates)
+def everywhere(problem: Problem) -> Callable[[str], list[dict]]:
+    """A function that takes the steps in a layout once, on every rank."""
+    args = problem.paths[KIND], problem.references[KIND].factors, problem.batch, problem.updates
+    return functools.cache(lambda layout: world.in_layouts([layout], steps, *args)[layout])
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_the_unsharded_model_with_torchs_adamw(layout: str, case: str, everywhere) -> None:
-    for rank in everywhere[layout]:
+    for rank in everywhere(layout):
         errors = dict(rank[case])
         assert errors.pop("factors") < OF_FACTORS, rank[case]
         assert max(errors.values()) < TOLERANCE, rank[case]
