@@ -10,7 +10,6 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -30,21 +29,6 @@ STAND_IN = {"cpu": "cpu", "npu": "npu", "cuda": "cuda_stand_in"}
 
 # ------------------------------------------------------------------------------------------------ operators
 
-SCHEMAS = (  # the arguments that kernels.py uses, named and ordered as in torch_npu
-    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor group_list, int split_item, int group_type, "
-    "int group_list_type) -> Tensor[]",
-    "npu_rms_norm(Tensor self, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
-    "npu_rms_norm_backward(Tensor dy, Tensor self, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
-    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, *, "
-    "Tensor? atten_mask, float scale, int sparse_mode, float keep_prob) -> (Tensor, Tensor, Tensor)",
-    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
-    "Tensor softmax_sum, Tensor attention_in, *, int sparse_mode) -> (Tensor, Tensor, Tensor)",
-    "npu_swiglu(Tensor self, *, int dim) -> Tensor",
-    "npu_swiglu_backward(Tensor dy, Tensor self) -> Tensor",
-    "npu_rotary_mul(Tensor self, Tensor r1, Tensor r2) -> Tensor",
-    "npu_rotary_mul_backward(Tensor dy, Tensor self, Tensor r1, Tensor r2) -> Tensor",
-)
-
 
 def _grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type):
     (x,), (weight,) = x, weight
@@ -53,82 +37,77 @@ def _grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list
     return [x.new_empty(x.shape[0], weight.shape[2])]
 
 
-def _statistics(query: Tensor) -> Tensor:
-    return query.new_empty(*query.shape[:3], STATISTICS, dtype=torch.float32)
+def _rms_norm(x, gamma, epsilon):
+    rows = x.shape[: x.dim() - gamma.dim()]
+    return torch.empty_like(x), x.new_empty(*rows, *[1] * gamma.dim(), dtype=torch.float32)
 
 
-SHAPES = {
-    "npu_grouped_matmul": _grouped_matmul,
-    "npu_rms_norm": lambda x, gamma, epsilon: (
-        torch.empty_like(x), x.new_empty(*x.shape[: x.dim() - gamma.dim()], *[1] * gamma.dim(), dtype=torch.float32)
+def _attention(query, key, value, heads, layout, mask, **options):
+    statistics = [query.new_empty(*query.shape[:3], STATISTICS, dtype=torch.float32) for _ in range(2)]
+    return torch.empty_like(query), *statistics
+
+
+# the arguments that kernels.py uses, named and ordered as in torch_npu -> tensors like the results
+OPERATORS: dict[str, Callable] = {
+    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor group_list, int split_item, int group_type, "
+    "int group_list_type) -> Tensor[]": _grouped_matmul,
+    "npu_rms_norm(Tensor self, Tensor gamma, float epsilon) -> (Tensor, Tensor)": _rms_norm,
+    "npu_rms_norm_backward(Tensor dy, Tensor self, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)": (
+        lambda dy, x, gamma, rstd: (torch.empty_like(x), torch.empty_like(gamma, dtype=torch.float32))
     ),
-    "npu_rms_norm_backward": lambda dy, x, gamma, rstd: (
-        torch.empty_like(x), torch.empty_like(gamma, dtype=torch.float32)
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
+    "Tensor? atten_mask, *, float scale, int sparse_mode, float keep_prob) -> (Tensor, Tensor, Tensor)": _attention,
+    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+    "Tensor softmax_sum, Tensor attention_in, *, int sparse_mode) -> (Tensor, Tensor, Tensor)": (
+        lambda query, key, value, *others, **options: tuple(map(torch.empty_like, (query, key, value)))
     ),
-    "npu_fusion_attention": lambda q, k, v, heads, layout, **options: (
-        torch.empty_like(q), _statistics(q), _statistics(q)
+    "npu_swiglu(Tensor self, *, int dim) -> Tensor": lambda x, *, dim: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    "npu_swiglu_backward(Tensor dy, Tensor self) -> Tensor": lambda dy, x: torch.empty_like(x),
+    "npu_rotary_mul(Tensor self, Tensor r1, Tensor r2) -> Tensor": lambda x, cos, sin: torch.empty_like(x),
+    "npu_rotary_mul_backward(Tensor dy, Tensor self, Tensor r1, Tensor r2) -> Tensor": (
+        lambda dy, x, cos, sin: torch.empty_like(x)
     ),
-    "npu_fusion_attention_grad": lambda q, k, v, *others, **options: tuple(map(torch.empty_like, (q, k, v))),
-    "npu_swiglu": lambda x, *, dim: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-    "npu_swiglu_backward": lambda dy, x: torch.empty_like(x),
-    "npu_rotary_mul": lambda x, cos, sin: torch.empty_like(x),
-    "npu_rotary_mul_backward": lambda dy, x, cos, sin: torch.empty_like(x),
-}  # fmt: skip
+}
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, gamma, epsilon):
-        y, rstd = torch.ops.npu.npu_rms_norm(x, gamma, epsilon)
-        ctx.save_for_backward(x, gamma, rstd)
-        ctx.mark_non_differentiable(rstd)
-        return y, rstd
-
-    @staticmethod
-    def backward(ctx, dy, unused):
-        grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(dy, *ctx.saved_tensors)
-        return grad_x, grad_gamma.to(dy.dtype) if ctx.needs_input_grad[1] else None, None
+# ------------------------------------------------------------------------------------------------ their gradients
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, heads, layout, atten_mask, scale, sparse_mode, keep_prob):
-        out, largest, total = torch.ops.npu.npu_fusion_attention(
-            query, key, value, heads, layout,
-            atten_mask=atten_mask, scale=scale, sparse_mode=sparse_mode, keep_prob=keep_prob,
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, largest, total, out)
-        ctx.sparse_mode = sparse_mode
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        query, key, value, largest, total, out = ctx.saved_tensors
-        grads = torch.ops.npu.npu_fusion_attention_grad(
-            query, key, value, dy, largest, total, out, sparse_mode=ctx.sparse_mode
-        )
-        return *grads, *[None] * 6
+def _keep_inputs(ctx, inputs, output, keyword_only_inputs=None) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def _for_first(forward: Callable, backward: Callable) -> Callable[..., Tensor]:
-    """``forward`` of tensors, of which the first one gets the gradient ``backward``(dy, *tensors)."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *tensors):
-            ctx.save_for_backward(*tensors)
-            return forward(*tensors)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return backward(dy, *ctx.saved_tensors), *[None] * (len(ctx.saved_tensors) - 1)
-
-    return Function.apply
+def _rms_norm_keeps(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:2], output[1])
 
 
-def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, keep_prob):
-    """As in torch_npu: the result comes first."""
-    return (_Attention.apply(query, key, value, head_num, input_layout, atten_mask, scale, sparse_mode, keep_prob),)
+def _rms_norm_backward(ctx, dy, unused):
+    return *torch.ops.npu.npu_rms_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def _attention_keeps(ctx, inputs, keyword_only_inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], *output[1:], output[0])
+    ctx.sparse_mode = keyword_only_inputs["sparse_mode"]
+
+
+def _attention_backward(ctx, dy, *unused):
+    query, key, value, *kept = ctx.saved_tensors
+    grads = torch.ops.npu.npu_fusion_attention_grad(query, key, value, dy, *kept, sparse_mode=ctx.sparse_mode)
+    return *grads, None, None, None  # the number of heads, the layout, the mask
+
+
+# operator -> what it keeps for its backward pass, and the gradients of its positional arguments
+GRADIENTS: dict[str, tuple[Callable, Callable]] = {
+    "npu_rms_norm": (_rms_norm_keeps, _rms_norm_backward),
+    "npu_fusion_attention": (_attention_keeps, _attention_backward),
+    "npu_swiglu": (_keep_inputs, lambda ctx, dy: torch.ops.npu.npu_swiglu_backward(dy, *ctx.saved_tensors)),
+    "npu_rotary_mul": (
+        _keep_inputs,
+        lambda ctx, dy: (torch.ops.npu.npu_rotary_mul_backward(dy, *ctx.saved_tensors), None, None),
+    ),
+}
 
 
 def open_device(kind: str) -> None:
@@ -143,18 +122,14 @@ def open_device(kind: str) -> None:
     if kind != "npu":
         return
     library = torch.library.Library("npu", "DEF")
-    for schema in SCHEMAS:
+    package = types.ModuleType("torch_npu")
+    vars(package)["library"] = library  # torch forgets the operators of a library that is collected
+    for schema, results in OPERATORS.items():
         name = library.define(schema)
-        library.impl(name, SHAPES[name], "Meta")
-    package, npu = types.ModuleType("torch_npu"), torch.ops.npu
-    package.__dict__.update(
-        library=library,  # torch forgets the operators of a library that is collected
-        npu_grouped_matmul=npu.npu_grouped_matmul,
-        npu_rms_norm=_RmsNorm.apply,
-        npu_fusion_attention=npu_fusion_attention,
-        npu_swiglu=lambda x, dim: _for_first(partial(npu.npu_swiglu, dim=dim), npu.npu_swiglu_backward)(x),
-        npu_rotary_mul=_for_first(npu.npu_rotary_mul, npu.npu_rotary_mul_backward),
-    )
+        library.impl(name, results, "Meta")
+        setattr(package, name, getattr(torch.ops.npu, name))
+    for name, (keeps, backward) in GRADIENTS.items():
+        torch.library.register_autograd(f"npu::{name}", backward, setup_context=keeps, lib=library)
     sys.modules["torch_npu"] = package
 
 
