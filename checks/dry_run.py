@@ -17,10 +17,7 @@ import dataclasses
 import gc
 import itertools
 import json
-import resource
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,8 +27,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 import checkpoint
 import device as devices
@@ -42,25 +40,23 @@ import routing_replay
 import weight_sync
 import weights_hf
 from architecture import Architecture, layers
-from checks import confirmed, dry_run_device
+from checks import dry_run_device
 from checks.dry_run_meter import Meter
-from checks.dry_run_report import DryRun, as_text, figures
+from checks.dry_run_report import IMBALANCES, PHASES, WITHIN, DryRun, as_json, as_text, compare
 from config import command_line, resolve_config
 from engines.interface import Stack
 from hardware import kernels
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES
-from inputs.files import BAD_INPUT, MOST_RANKS, InputError, one_line, refused, shown
+from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from inputs.layout_rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update
-from parallel_setup import Factor, Parallel
+from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
-from rollout import MicroBatch, Rollout
+from rollout import Rollout
 from runlog import StepTimer
-
-IMBALANCES = (1.0, memory.IMBALANCE)  # rows of this rank's experts / the mean
 
 # ------------------------------------------------------------------------------------------------ the step
 
@@ -71,82 +67,74 @@ def run(
     ranks: int,
     rank: int,
     kind: str,
-    imbalances: Iterable[float] = IMBALANCES,
     adapt: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> DryRun:
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
-    from megatron.core import parallel_state
-
     side = side_of(cfg, ranks, rank)
-    cfg, ranks, rank = side.cfg, side.ranks, rank - side.first
-    device, layout = torch.device(dry_run_device.STAND_IN[kind]), grid.of(cfg, ranks, role=side.name)
-    pushed = 0
-    batch, length = fullest_batch(cfg, layout)
-    one = _of_one_micro_batch(cfg, layout, len(batch.lengths))
-    advantages = torch.zeros(len(batch.lengths))
-    meter = Meter(device.type, answers=True)
+    layout = grid.of(side.cfg, side.ranks, role=side.name)
+    done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(side.cfg, layout))
+    device = torch.device(dry_run_device.STAND_IN[kind])
+    meter = Meter(device.type)
     with contextlib.ExitStack() as stack:
-        parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
-        counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
-        meter.groups = {counts.group_name: "expert_tensor x expert"}
-        meter.groups |= {group.group_name: name for name, group in parallel.groups().items()}
-        meter.groups[dist.group.WORLD.group_name] = "all ranks, on the host"
+        parallel = stack.enter_context(dry_run_device.as_rank(rank - side.first, side.ranks, side.cfg.parallel, device))
+        meter.groups = _group_names(parallel)
         # The stand-in of a GPU has another type, and rows are packed on the host.
         stack.enter_context(mock.patch.object(kernels, "on_gpu", lambda device: kind == "cuda"))
         stack.enter_context(mock.patch.object(routing_replay, "collect", _routes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(dry_run_device.Answers(scored=done.rows * (done.length - 1)))
         stack.enter_context(meter)
         kernels._causal_mask.cache_clear()  # of an earlier run
         kernels._scalar.cache_clear()
         gc.collect()
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
-        with meter.phase("load"):
-            model, adapters = _load(one, arch, parallel)
-            adapt(model)
-            factors = lora_megatron.factors(adapters).values()
-            if side.name != "samplers":
-                learner = Learner(one, arch, parallel, model, adapters, pad_token=0)
-                learner.reference_gap = 0.0  # an update later than the first one, which compares the reference
-                learner.behind.extend(learner.copied_factors() for _ in range(one.rollout.staleness))
-            gc.collect()
-        if side.name != "trainers":
-            with meter.phase("start"):
-                engine = _Engine(one, arch, parallel, layout, meter)
-                sync = _weight_sync(one, arch, parallel, model, engine)
-        meter.mark(itertools.chain(model.parameters(), model.buffers()), "weights")
-        meter.mark(factors, "adapters")
-        if side.name == "samplers":
-            with meter.phase("push"):
-                sync.push(0, [])
-            return DryRun(cfg, arch, layout, kind, meter, 0, engine.calls, 0, length)
-        meter.mark((moment for each in learner.moments.values() for moment in each.values()), "moments")
-        meter.mark((factor for each in learner.behind for factor in each.values()), "older")
-        if side.name != "trainers":
-            with meter.phase("push"), learner.sampling_policy():
-                sync.push(0, [])
-            pushed = engine.calls
-        before = meter.held()
-        _watch(learner, meter)
-        for imbalance in imbalances:
-            meter.suffix = confirmed.suffix(imbalance)
-            with dry_run_device.routed(imbalance, meter.wait), meter.phase("update"):
-                for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
-                    factor.grad = torch.zeros_like(factor)
-                meter.mark((factor.grad for factor in learner.parameters), "gradients")
-                if cfg.earlier_passes and cfg.replay.mode != "r2":  # under r2, update makes this pass
-                    for micro in learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches:
-                        learner._old_logp(micro)
-                    del micro
-                learner.update(batch, [], advantages, 0, _Timer())
-            gc.collect()
-        meter.suffix = ""
-        left = meter.held() - before
-        with meter.phase("save"):
-            tensors, counts = learner.state()
-            checkpoint.save(Path(), 1, tensors, counts, one, writes=False)
-        del tensors
-    return DryRun(cfg, arch, layout, kind, meter, left, pushed, len(batch.lengths) // layout.data * length, length)
+        _step(done, parallel, meter, adapt)
+    done.phases = {name: meter.phases[name] for name in PHASES if name in meter.phases}
+    return done
+
+
+def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch.nn.Module], None]) -> None:
+    """Load, push, update and save, as far as the side of this rank does it."""
+    cfg = _of_one_micro_batch(done)
+    learner = None
+    with meter.phase("load"):
+        model, adapters = _load(cfg, done.arch, parallel)
+        adapt(model)
+        if done.layout.role != "samplers":
+            learner = _Learner(meter, cfg, done.arch, parallel, model, adapters, 0)  # 0: the token for padding
+        gc.collect()
+    if done.layout.role != "trainers":
+        engine = _Engine(cfg, _stacks(done, parallel, meter))
+        sync = _weight_sync(cfg, done.arch, parallel, model, engine)
+        with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
+            sync.push(0, [])
+    if learner is None:
+        return
+    before = meter.now
+    for ending, imbalance in IMBALANCES.items():
+        meter.ending = ending
+        for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
+            factor.grad = torch.zeros_like(factor)
+        done.held = _held(learner, meter)
+        with dry_run_device.routed(imbalance), meter.phase("update"):
+            _update(done, learner, meter)
+        gc.collect()
+    meter.ending = ""
+    done.left = meter.now - before
+    with meter.phase("save"):
+        tensors, counts = learner.state()
+        checkpoint.save(Path(), 1, tensors, counts, cfg, writes=False)
+
+
+def _group_names(parallel: Parallel) -> dict[str, str]:
+    """torch's name of a group -> ours."""
+    from megatron.core import parallel_state
+
+    counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
+    names = {counts.group_name: "expert_tensor x expert"}
+    names |= {group.group_name: name for name, group in parallel.groups().items()}
+    return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
 
 
 def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn.Module, dict]:
@@ -162,46 +150,50 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn
     return model, adapters
 
 
+# ------------------------------------------------------------------------------------------------ the push
+
+
 class _Engine:
     """Takes what is pushed. Its memory does not count.
 
     Unless each rank pushes its own shards, it holds the tensors of a fused group until it is complete, as vLLM does.
     """
 
-    def __init__(
-        self, cfg: Config, arch: Architecture, parallel: Parallel, layout: grid.RankGrid, meter: Meter
-    ) -> None:
-        self.fuses, self.calls, self.held = not cfg.rollout.expert_parallel, 0, {}
-        if not parameters.has_stacks(cfg, layout, parallel.device.type):
-            return
-        experts = range(arch.num_experts) if layout.engine_expert == 1 else weights_hf.own_experts(arch, parallel)
-        dtype = devices.DTYPES[cfg.model.dtype]
-        for layer, module in layers(arch):
-            if module.kind == "experts":
-                shape = (len(experts), module.in_size, module.out_size)
-                stack = Stack(torch.empty(shape, dtype=dtype, device=parallel.device), experts)
-                self.held[layer + module.fused] = stack
-                meter.forget(stack.memory)
+    def __init__(self, cfg: Config, stacks: dict[str, Stack]) -> None:
+        self.fuses = not cfg.rollout.expert_parallel
+        self.own_stacks = stacks
 
     def stacks(self) -> dict[str, Stack]:
-        return self.held
+        return self.own_stacks
 
     def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
-            self.calls += 1
-            if tensor is not self.held[name].memory:
-                self.held[name].memory.copy_(tensor)
+            memory = self.own_stacks[name].memory
+            if tensor is not memory:
+                memory.copy_(tensor)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        group, held = "", []
-        for name, tensor in named_tensors:
-            if not self.fuses or weights_hf.fused_group(name) != group:
-                group, held = weights_hf.fused_group(name), []
-            held.append(tensor)
-            self.calls += 1
+        group_of = weights_hf.fused_group if self.fuses else str
+        for _, tensors in itertools.groupby(named_tensors, key=lambda named: group_of(named[0])):
+            list(tensors)  # all tensors of a group exist at once
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
-        self.calls += len(factors)
+    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None: ...
+
+
+def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
+    """The engine's stacks of experts, where a push fills them. Their memory does not count."""
+    cfg, arch = done.cfg, done.arch
+    if not parameters.has_stacks(cfg, done.layout, parallel.device.type):
+        return {}
+    experts = range(arch.num_experts) if done.layout.engine_expert == 1 else weights_hf.own_experts(arch, parallel)
+    stacks = {}
+    for layer, module in layers(arch):
+        if module.kind == "experts":
+            shape = (len(experts), module.in_size, module.out_size)
+            memory = torch.empty(shape, dtype=devices.DTYPES[cfg.model.dtype], device=parallel.device)
+            meter.forget(memory)
+            stacks[layer + module.fused] = Stack(memory, experts)
+    return stacks
 
 
 def _weight_sync(
@@ -220,14 +212,76 @@ def _weight_sync(
     return sync
 
 
-class _Timer(StepTimer):
-    """Measures nothing."""
+# ------------------------------------------------------------------------------------------------ the update
 
-    def __init__(self) -> None: ...
+
+class _Timer(StepTimer):
+    """Tells the meter the phases of an update, and measures no time."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        yield  # without a profiler's range, which would be counted as an operation
+        with self.meter.phase("old policy" if phase == "old_logp" else phase):
+            yield
+
+
+class _Learner(Learner):
+    """A learner after its first steps, which packs real rows and tells the meter where its passes begin."""
+
+    def __init__(self, meter: Meter, *args) -> None:
+        super().__init__(*args)
+        self.meter = meter
+        self.reference_gap = 0.0  # the first update alone compares the reference
+        self.behind.extend(self.copied_factors() for _ in range(self.cfg.rollout.staleness))
+
+    def _loss(self, *args):
+        self.meter.enter("forward")
+        result = super()._loss(*args)
+        self.meter.enter("backward")
+        return result
+
+    def _pack(self, *args) -> Update:
+        """Packing reads values, so real rows are packed on the host; then the device gets tensors of these shapes."""
+        fake = torch._guards.detect_fake_mode()
+        device = self.parallel.device
+        on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))
+        with _disable_current_modes(), mock.patch.object(self, "parallel", on_host):
+            update = super()._pack(*args)
+        (micro,) = update.micro_batches
+        for owner in (micro, micro.packing):
+            on_device = tree_map_only(Tensor, lambda tensor: fake.from_tensor(tensor).to(device), vars(owner))
+            vars(owner).update(on_device)
+        return update
+
+
+def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
+    """Bytes that this rank holds during an update, apart from activations."""
+    adapters = meter.size_of(learner.parameters)
+    tensors = [*learner.model.parameters(), *learner.model.buffers()]
+    moments = [moment for each in learner.moments.values() for moment in each.values()]
+    return {
+        "weights": meter.size_of(tensors) - adapters,
+        "adapters": adapters,
+        "moments": meter.size_of(moments),
+        "older": sum(meter.size_of(factors.values()) for factors in learner.behind),
+        "gradients": meter.size_of(factor.grad for factor in learner.parameters),
+    }
+
+
+def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
+    """The passes and the optimizer step of one micro-batch."""
+    with _disable_current_modes():
+        batch = _rollout(done.rows * done.layout.data, done.length - 1)
+        advantages = torch.zeros(len(batch.lengths))
+    # One update a step needs no pass of the old policy, but a step of the configuration may have several updates.
+    if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # under r2, update makes this pass
+        (micro,) = learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
+        with meter.phase("old policy"):
+            learner._old_logp(micro)
+        del micro
+    learner.update(batch, [], advantages, 0, _Timer(meter))
 
 
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
@@ -236,67 +290,16 @@ def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *un
     return {s: torch.zeros(n, *shape, dtype=torch.uint8) for s, n in enumerate(batch.lengths)}
 
 
-def _watch(learner: Learner, meter: Meter) -> None:
-    """Tell the meter where the phases of an update begin."""
-
-    def watched(name: str, phase: str, after: str = "") -> None:
-        method = getattr(learner, name)
-
-        def call(*args, **kwargs):
-            before = meter.enter(phase)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                meter.enter(after or before)
-
-        setattr(learner, name, call)
-
-    pack_really = learner._pack
-
-    def pack(*args) -> Update:
-        """The real packing, of real tensors on the host; then the device gets tensors of these shapes."""
-        parallel, fake = learner.parallel, torch._guards.detect_fake_mode()
-        learner.parallel = dataclasses.replace(parallel, device=torch.device("cpu"))
-        with unset_fake_temporarily(), _disable_current_modes():
-            update = pack_really(*args)
-            (micro,) = update.micro_batches
-            meter.scored = int(micro.mask.sum())
-        learner.parallel = parallel
-        _change_tensors(micro, lambda tensor: fake.from_tensor(tensor).to(parallel.device))
-        return update
-
-    vars(learner)["_pack"] = pack
-    watched("_reference_logp", "reference")
-    watched("_old_logp", "old policy")
-    watched("_sampled_logp", "old policy")
-    watched("_loss", "forward", after="backward")
-    watched("_step", "update")
-    sync = learner.parallel.sync_gradients_
-
-    def sync_gradients_(parameters: list[Factor]) -> None:
-        meter.enter("update")
-        sync(parameters)
-
-    object.__setattr__(learner.parallel, "sync_gradients_", sync_gradients_)  # Parallel is frozen
-
-
-def _change_tensors(micro: MicroBatch, change: Callable[[Tensor], Tensor]) -> None:
-    for owner in (micro, micro.packing):
-        for name, value in vars(owner).items() if owner is not None else ():
-            if isinstance(value, Tensor):
-                setattr(owner, name, change(value))
-            elif isinstance(value, kernels.Sequences):
-                query_ends, key_ends = change(value.query_ends), change(value.key_ends)
-                setattr(owner, name, value._replace(query_ends=query_ends, key_ends=key_ends))
-
-
-def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
-    """A rollout that is one full micro-batch on every data rank, and the length of its rows, of one prompt token."""
+def fullest_rows(cfg: Config, layout: grid.RankGrid) -> tuple[int, int]:
+    """How many rows one full micro-batch has on every data rank, and their length with one prompt token."""
     room = memory.line_tokens(cfg, layout)
     rows = max(1, room // cfg.row_tokens)
-    length = room // rows // layout.tensor * layout.tensor
-    sequences, new = rows * layout.data, length - 1
-    batch = Rollout(
+    return rows, room // rows // layout.tensor * layout.tensor
+
+
+def _rollout(sequences: int, new: int) -> Rollout:
+    """So many completions of ``new`` tokens to a prompt of one."""
+    return Rollout(
         prompts=[[1]],
         tokens=torch.ones(sequences, new, dtype=torch.int64),
         logp=torch.zeros(sequences, new),
@@ -306,25 +309,25 @@ def fullest_batch(cfg: Config, layout: grid.RankGrid) -> tuple[Rollout, int]:
         parsable=torch.ones(1, sequences),
         correct=torch.ones(1, sequences),
     )
-    return batch, length
 
 
-def _of_one_micro_batch(cfg: Config, layout: grid.RankGrid, sequences: int) -> Config:
-    """``cfg`` with a step of one update of one micro-batch."""
+def _of_one_micro_batch(done: DryRun) -> Config:
+    """The configuration with a step of one update of one micro-batch."""
+    tokens = memory.micro_batch_tokens(done.cfg, done.layout)
     changes = {
-        "rollout": {"prompts_per_step": 1, "group_size": sequences},
+        "rollout": {"prompts_per_step": 1, "group_size": done.rows * done.layout.data},
         "loss": {"skip_equal_groups": False},  # a group of one row would be skipped
-        "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": memory.micro_batch_tokens(cfg, layout)},
+        "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": tokens},
     }
-    return cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=new) for name, new in changes.items()})
+    sections = {name: getattr(done.cfg, name).model_copy(update=new) for name, new in changes.items()}
+    return done.cfg.model_copy(update=sections)
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: the plan's figures are confirmed. 1: one differs, or a rule is broken. 2: unusable input."""
-    start = time.perf_counter()
+    """Exit code 0: the plan's figures are confirmed. 1: one differs, or the step does not run. 2: unusable input."""
     parser = command_line("preflight.py --dry-run", __doc__)
     parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
     parser.add_argument("--rank", type=int, default=0, help="which rank; all of them hold the same amount")
@@ -351,29 +354,15 @@ def main(arguments: list[str]) -> int:
     if args.layers:
         arch = dataclasses.replace(arch, num_layers=args.layers, moe_layers=arch.moe_layers[: args.layers])
     dry_run_device.open_device(kind)
-    try:
-        done = run(cfg, arch, ranks, args.rank, kind)
-    except Exception as error:
-        traceback.print_exc()
-        print(f"the step does not run: {one_line(error)}", file=sys.stderr)
-        return 1
-    counted = figures(done, args.rank, IMBALANCES)
-    rows = confirmed.compare(done.cfg, arch, done.layout, kind, counted)
+    done = run(cfg, arch, ranks, args.rank, kind)
+    rows = compare(done)
     agree = all(row.agrees for row in rows)
-    seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if args.json:
-        beside = [row._asdict() for row in rows]
-        print(json.dumps(counted | {"compared": beside, "seconds": round(seconds, 1), "rss_gib": round(peak, 2)}))
+        print(json.dumps(as_json(done, rows)))
         return 0 if agree else 1
-    title = (
-        f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}; a "
-        f"micro-batch of {done.tokens:,} tokens; nothing was computed; device {counted['device']}"
-    )
-    print(as_text(counted, rows, title))
-    verdict = (
-        f"all within {confirmed.WITHIN:.0%}, weights exact" if agree else "the plan is wrong where it says DIFFERS"
-    )
-    print(f"\n{verdict}; took {seconds:.0f} s and {peak:.2f} GiB")
+    print(f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}")
+    print(as_text(done, rows))
+    print(f"\nall within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
     return 0 if agree else 1
 
 

@@ -3,7 +3,8 @@
 It stands for an NPU or a GPU. The operators of torch_npu are shapes and what autograd keeps for their backward pass,
 which is what decides memory. tests/test_dry_run.py compares the bytes of whole steps with those of the real package. A
 GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda; the shapes of its
-operators are torch's own. Megatron's dispatcher gets token counts from a plan instead of from a router.
+operators are torch's own. Collectives do nothing, values that decide what happens next are made up, and Megatron's
+dispatcher gets token counts from a plan instead of from a router.
 """
 
 import contextlib
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import device as devices
 import parallel_setup
 from architecture import Architecture, tensor_shapes
 from knobs import ParallelConfig
 
+aten = torch.ops.aten
 STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for a query of a head, twice
 # kind of device -> the type of the tensors that stand for it. torch keeps the name cuda for itself.
 STAND_IN = {"cpu": "cpu", "npu": "npu", "cuda": "cuda_stand_in"}
@@ -169,24 +172,56 @@ def _stand_for_cuda(device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------ what needs data
 
 
-@contextlib.contextmanager
-def routed(imbalance: float, wait: Callable[[str], None]) -> Iterator[None]:
-    """Megatron's dispatcher with planned counts: this rank's experts get ``imbalance`` x the mean number of rows.
+ANSWER = "dry_run_answer"  # attribute of a flag: the value that it stands for
 
-    ``wait`` is called with a name where the real dispatcher would wait for the counts.
+
+class Answers(TorchDispatchMode):
+    """Answers what depends on values, and does the collectives: their results are whatever the buffers hold.
+
+    Numbers are 1 or 0, no flag is set, all weights are finite, and ``scored`` tokens reach the head.
     """
+
+    def __init__(self, scored: int) -> None:
+        super().__init__()
+        self.scored = scored
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        operator = func.overloadpacket
+        if operator is aten._local_scalar_dense:
+            return _value(args[0])
+        if operator is aten.equal:
+            return True
+        if operator is aten.nonzero:  # token_logprobs: where the mask is 1
+            return args[0].new_empty((self.scored, args[0].dim()), dtype=torch.int64)
+        if operator is aten._grouped_mm and args[0].dtype == torch.float32:  # works, but not without data
+            x, weight, ends = args[:3]
+            experts = [len(ends)] if weight.dim() == 2 else []
+            return x.new_empty((*experts, x.shape[0], weight.shape[-1]))
+        out = func(*args, **(kwargs or {}))
+        if operator in (aten.any, aten.all):
+            setattr(out, ANSWER, operator is aten.all)
+        return out
+
+
+def _value(tensor: Tensor) -> bool | float:
+    """The made-up value of a tensor of one number."""
+    if hasattr(tensor, ANSWER):
+        return getattr(tensor, ANSWER)
+    constant = getattr(tensor, "constant", None)  # of torch.tensor(number)
+    if constant is not None:
+        return constant.item()
+    return False if tensor.dtype == torch.bool else float(tensor.is_floating_point())
+
+
+def routed(imbalance: float) -> contextlib.AbstractContextManager:
+    """A context in which this rank's experts get ``imbalance`` x the mean number of rows from Megatron's dispatcher."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
-    with mock.patch.object(Dispatcher, "preprocess", _planned_counts(Dispatcher.preprocess, imbalance, wait)):
-        yield
+    preprocess = Dispatcher.preprocess
 
-
-def _planned_counts(preprocess, imbalance: float, wait: Callable[[str], None]):
     def planned(self, routing_map: Tensor) -> Tensor:
         """Megatron's own, then counts as arrays of numpy: Megatron reads them like tensors on the host."""
         counts = preprocess(self, routing_map)
-        if self.cuda_sync_point != "no_sync":
-            wait("Megatron's dispatcher: numbers of rows")
         ranks, parts, local = self.ep_size, self.tp_size, self.num_local_experts
         sent = _even(routing_map.shape[0] * self.config.moe_router_topk, ranks)
         got = [int(rows * imbalance) if ranks > 1 else rows for rows in sent]
@@ -198,12 +233,12 @@ def _planned_counts(preprocess, imbalance: float, wait: Callable[[str], None]):
             self.sort_input_by_local_experts = index.reshape(-1, local).T.ravel()
             self.restore_output_by_local_experts = index.reshape(local, -1).T.ravel()
         if counts.device.type == "cpu":  # for some widths kernels.grouped_mm splits the rows by the numbers themselves
-            by_expert = [parts * sum(sizes) for sizes in zip(*(_even(rows, local) for rows in got), strict=True)]
+            by_expert = np.array([_even(rows, local) for rows in got]).sum(0) * parts
             with unset_fake_temporarily():
-                return torch.tensor(by_expert)
+                return torch.from_numpy(by_expert)
         return counts
 
-    return planned
+    return mock.patch.object(Dispatcher, "preprocess", planned)
 
 
 def _even(total: int, shares: int) -> list[int]:
@@ -215,12 +250,9 @@ def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """torch's Module.to for a model without data: each parameter on the host is replaced by one on ``device``."""
     for owner in module.modules():
         for name, old in owner._parameters.items():
-            if old is None or old.device.type == device.type:
-                continue
-            new = torch.nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-            for key, value in vars(old).items():  # Megatron's marks, but not those of a tensor without data
-                vars(new).setdefault(key, value)
-            owner._parameters[name] = new
+            if old is not None and old.device.type != device.type:
+                new = torch.empty_like(old, device=device)
+                owner._parameters[name] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to(device)
     return module

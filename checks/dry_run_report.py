@@ -1,107 +1,202 @@
-"""What a dry run prints."""
+"""What a dry run found, beside the plan: which figures agree, and what is printed."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from architecture import Architecture
-from checks import confirmed
-from checks.dry_run_meter import KINDS, Meter
+from checks.dry_run_meter import Phase
 from knobs import Config
-from plan import grid, memory
+from plan import memory, roofline, traffic
+from plan.grid import RankGrid
 
-PHASES = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
+WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
+UNITS = {"GiB": 2**30, "TFLOP": 1e12, "MiB sent": 2**20}
+SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # differences that do not count, in bytes and operations
+# ending of the name of a phase -> rows of this rank's experts / the mean
+IMBALANCES = {"": 1.0, f" at {memory.IMBALANCE:g}": memory.IMBALANCE}
+STEP = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
+PHASES = (*STEP, *(f"{phase} at {memory.IMBALANCE:g}" for phase in STEP))
+MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it is compared with
+    "load": ("load",),
+    "sync": ("push",),
+    "reference": ("reference", "old policy"),
+    "update": ("forward", "backward"),
+    "optimizer": ("update",),
+    "save": ("save",),
+}
+NOT_RUN = ("engine weights", "engine factors", "key-value cache", "communication buffers", "runtime")
+WORK = ("activations", "merged weights", "merging in fp32")
+EXACT = {
+    "weights": "base",
+    "adapters": "lora",
+    "moments": "optimizer",
+    "older": "older factors",
+    "gradients": "gradients",
+}
+EXPERT_GROUPS = ("expert", "expert_tensor", "expert_tensor x expert")
+PASSES = ("reference", "old policy", "forward", "backward")  # these exchange nothing over the data ranks
+PASS_GROUPS = ("tensor", *EXPERT_GROUPS, "all ranks, on the host")
+ALL_GROUPS = (*PASS_GROUPS, "data", "expert_data")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass
 class DryRun:
     """What one rank does in a step."""
 
     cfg: Config
     arch: Architecture
-    layout: grid.RankGrid
+    layout: RankGrid
     kind: str  # cpu | cuda | npu
-    meter: Meter
-    left: int  # bytes that are alive after the update and were not before it
-    pushed: int  # tensors that the engine gets one by one at a push
-    tokens: int  # of the micro-batch on this rank
-    length: int  # of its rows
+    rows: int  # of the micro-batch on this rank
+    length: int  # tokens of a row
+    phases: dict[str, Phase] = field(default_factory=dict)  # in the order of PHASES
+    held: dict[str, int] = field(default_factory=dict)  # bytes during an update, by the kinds of EXACT
+    left: int = 0  # bytes that are alive after the updates and were not before them
 
 
-def figures(done: DryRun, rank: int, imbalances: Sequence[float]) -> dict:
-    """What --json prints, in bytes and operations."""
-    phases = {}
-    names = [phase + ending for phase in PHASES for ending in dict.fromkeys(["", *map(confirmed.suffix, imbalances)])]
-    for name in (name for name in names if name in done.meter.phases):
-        seen = done.meter.phases[name]
-        peak = done.meter.peak(name)
-        phases[name] = {
-            "peak_bytes": peak.bytes,
-            "kinds": peak.kinds,
-            "largest": [{"bytes": size, "count": count, "where": where} for size, count, where in peak.largest],
-            "operations": seen.operations,
-            "launches_by_operator": dict(seen.launches.most_common()),
-            "waits": dict(seen.waits.most_common()),
-            "flops": sum(seen.flops.values()),
-            "flops_by_operator": dict(seen.flops),
-            "collectives": [
-                {"operator": operator, "group": group, "count": count, "bytes": seen.sent[operator, group]}
-                for (operator, group), count in seen.collectives.items()
-            ],
-        }
+class Compared(NamedTuple):
+    """A figure of the plan and of the dry run, in bytes or operations."""
+
+    what: str
+    unit: str  # of UNITS
+    planned: float
+    found: float
+    agrees: bool
+
+
+# ------------------------------------------------------------------------------------------------ beside the plan
+
+
+def compare(done: DryRun) -> list[Compared]:
+    """Every figure that both the plan and the dry run have."""
+    rows = []
+    for ending, imbalance in IMBALANCES.items():
+        rows += _memory(done, ending, imbalance)
+    if done.layout.role == "samplers":  # their sampling is not in a dry run
+        return rows
+    return rows + _exact(done) + _operations(done) + _traffic(done)
+
+
+def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
+    """Bytes of each phase whose name has this ending."""
+    plan = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, imbalance)
+    elsewhere = sum(plan.parts[name] for name in NOT_RUN)
+    rows = []
+    for planned, phases in MEMORY.items():
+        peaks = {name: done.phases[name + ending].peak for name in phases if name + ending in done.phases}
+        if not peaks:
+            continue
+        what = " and ".join(peaks) + ending
+        peak = max(peaks.values())
+        size = plan.phases[planned] - (plan.parts["runtime"] if planned == "load" else elsewhere)
+        rows.append(_compared(what, "GiB", size, peak))
+        if planned == "update":
+            work = sum(plan.parts[part] for part in WORK)
+            rows.append(_compared(f"activations of {what}", "GiB", work, peak - sum(done.held.values())))
+    return rows
+
+
+def _exact(done: DryRun) -> list[Compared]:
+    """Bytes that must be equal, and what an update leaves behind."""
+    parts = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, 1).parts
+    allowed = max(0.02 * parts["activations"], SLACK["GiB"])
+    rows = [Compared("alive after it", "GiB", 0, done.left, done.left <= allowed)]
+    for kind, part in EXACT.items():
+        planned, found = parts[part], done.held[kind]
+        rows.append(Compared(kind, "GiB", planned, found, planned == found))
+    return rows
+
+
+def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
+    allowed = max(WITHIN * planned, SLACK[unit])
+    return Compared(what, unit, planned, found, abs(found - planned) <= allowed)
+
+
+def _operations(done: DryRun) -> list[Compared]:
+    """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
+    number = done.rows * done.layout.data
+    rows = roofline.Rows(number, 1, done.length - 1, group=number)
+    forward, backward = roofline.update_flops(done.cfg, done.arch, rows)
+    frozen = sum(roofline.forward_flops(done.arch, rows).values())
+    planned = {"reference": frozen, "forward": forward, "backward": backward}
+    return [
+        _compared(phase, "TFLOP", flops / done.layout.ranks, done.phases[phase].flops)
+        for phase, flops in planned.items()
+        if phase in done.phases
+    ]
+
+
+def _traffic(done: DryRun) -> list[Compared]:
+    """Bytes that a rank sends over each kind of group, and groups over which it should send none."""
+    cfg, layout = done.cfg, done.layout
+    tokens, element = done.rows * done.length * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
+    again = int(cfg.model.recompute)
+    rows = []
+    for phase, passes, ends in (("reference", 1, 2), ("forward", 1, 2), ("backward", 1 + again, again)):
+        if phase in done.phases:
+            planned = traffic.exchange_bytes(done.arch, layout, tokens, element, passes, ends)
+            for cause, groups in (("tensor exchange", ("tensor",)), ("expert exchange", EXPERT_GROUPS)):
+                rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(done, phase, groups)))
+    for kind, size in traffic.gradient_bytes(done.arch, cfg.lora, layout).items():
+        rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(done, "update", (kind,))))
+    for name, phase in done.phases.items():
+        groups = PASS_GROUPS if name.startswith(PASSES) else ALL_GROUPS
+        for (operator, group), sent in phase.sent.items():
+            if group not in groups:
+                rows.append(Compared(f"{name}: {operator} over {group}", "MiB sent", 0, sent, agrees=False))
+    return rows
+
+
+def _sent(done: DryRun, phase: str, groups: Iterable[str]) -> int:
+    return sum(sent for (_, group), sent in done.phases[phase].sent.items() if group in groups)
+
+
+# ------------------------------------------------------------------------------------------------ what is printed
+
+
+def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
+    """The figures in bytes and operations."""
+    phases: dict[str, dict] = {}
+    launches: dict[str, int] = {}
+    for name, phase in done.phases.items():
+        collectives = [
+            {"operator": operator, "group": group, "count": count, "bytes": phase.sent[operator, group]}
+            for (operator, group), count in phase.collectives.items()
+        ]
+        phases[name] = {"peak_bytes": phase.peak, "flops": phase.flops, "collectives": collectives}
+        launches[name] = phase.launches
     return {
-        "device": f"{done.kind}: its branches of kernels.py"
-        + " on a stand-in device, no kernel of it ran" * (done.kind != "cpu"),
-        "rank": rank,
-        "ranks": done.layout.ranks,
-        "imbalances": list(imbalances),
-        "tokens": done.tokens,
-        "length": done.length,
-        "left_bytes": done.left,
-        "pushed_tensors": done.pushed,
-        "phases": phases,
-        "launches": {name: done.meter.phases[name].launches.total() for name in phases},
+        "device": _device(done),
         "side": done.layout.role,
+        "ranks": done.layout.ranks,
+        "tokens": done.rows * done.length,
+        "phases": phases,
+        "launches": launches,
+        "compared": [row._asdict() for row in rows],
     }
 
 
-def as_text(counted: dict, rows: list[confirmed.Compared], title: str) -> str:
+def as_text(done: DryRun, rows: list[Compared]) -> str:
     """The figures for a reader."""
-    gib, mib = memory.GIB, 2**20
     lines = [
-        title,
+        f"a micro-batch of {done.rows * done.length:,} tokens; nothing was computed; device {_device(done)}",
         "",
-        f"GiB at the fullest moment of {'':7}    all {''.join(f'{kind:>12}' for kind in KINDS)}   TFLOP launches waits",
+        f"{'':50} {'peak GiB':>12} {'TFLOP':>12} {'launches':>12} {'MiB sent':>12}",
     ]
-    for name, phase in counted["phases"].items():
-        kinds = "".join(f"{phase['kinds'][kind] / gib:12.3f}" for kind in KINDS)
+    for name, phase in done.phases.items():
+        sent = phase.sent.total() / 2**20
         lines.append(
-            f"  {name:30} {phase['peak_bytes'] / gib:7.3f} {kinds} {phase['flops'] / 1e12:7.3f}"
-            f" {counted['launches'][name]:8,} {sum(phase['waits'].values()):5,}"
+            f"  {name:48} {phase.peak / 2**30:12.3f} {phase.flops / 1e12:12.3f} {phase.launches:12,} {sent:12.3f}"
         )
-    if counted["side"] != "samplers":
-        lines.append(f"  {counted['left_bytes'] / mib:.1f} MiB of an update are alive after it")
-    if counted["side"] != "trainers":
-        lines.append(f"  a push hands {counted['pushed_tensors']:,} tensors to the engine")
-    waits = [(name, where, n) for name, phase in counted["phases"].items() for where, n in phase["waits"].items()]
-    lines += ["", "the host waits for the device", *(f"  {name:30} x {n:5} {where}" for name, where, n in waits)]
-    lines += ["", "collectives"]
-    lines += [
-        f"  {name:30} {one['operator']:20} {one['group']:24} x {one['count']:5} {one['bytes'] / mib:10.2f} MiB sent"
-        for name, phase in counted["phases"].items()
-        for one in phase["collectives"]
-    ]
-    fullest = confirmed.suffix(max(counted["imbalances"]))
-    for name, phase in counted["phases"].items():
-        if name + fullest in counted["phases"] and fullest:
-            continue
-        lines += ["", f"largest of {name}, apart from weights, adapters and moments"]
-        lines += [f"  {one['bytes'] / mib:9.1f} MiB {one['count']:5} x  {one['where']}" for one in phase["largest"]]
-    units = {"GiB": gib, "TFLOP": 1e12, "MiB sent": mib}
-    lines += ["", f"{'beside the plan':34} {'planned':>12} {'dry run':>12}"]
+    lines += ["", f"{'beside the plan':50} {'planned':>12} {'dry run':>12}"]
     for row in rows:
-        planned, seen = (value / units[row.unit] for value in (row.planned, row.found))
-        ratio = f"{row.found / row.planned:8.3f}" if row.planned else f"{'':8}"
-        lines.append(
-            f"  {row.what:32} {planned:12.3f} {seen:12.3f} {row.unit:8} {ratio}{'' if row.agrees else '  DIFFERS'}"
-        )
+        planned, found = (value / UNITS[row.unit] for value in (row.planned, row.found))
+        differs = "" if row.agrees else "  DIFFERS"
+        lines.append(f"  {row.what:48} {planned:12.3f} {found:12.3f} {row.unit}{differs}")
     return "\n".join(lines)
+
+
+def _device(done: DryRun) -> str:
+    stand_in = "" if done.kind == "cpu" else " on a stand-in device, no kernel of it ran"
+    return f"{done.kind}: its branches of kernels.py{stand_in}"

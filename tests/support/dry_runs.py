@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from checks import confirmed, dry_run, dry_run_device, dry_run_report
+from checks import dry_run, dry_run_device, dry_run_report
 from config import resolve_config
 from inputs import hf_config
 from inputs.config_rules import OTHER_RULES
@@ -45,27 +45,16 @@ def fp32(model: torch.nn.Module) -> None:
         layer.mlp.experts.register_forward_pre_hook(cast)
 
 
-def inner_size(model: torch.nn.Module) -> None:
-    """The rows that the experts get are too short for their first matrix."""
-    for layer in model.decoder.layers:
-        layer.mlp.experts.register_forward_pre_hook(lambda module, args: (args[0][:, :-16], *args[1:]))
-
-
-FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32, inner_size)}
+FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32)}
 
 
 def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
-    """What the dry run found, and how it compares with the plan; or its error."""
+    """What the command prints with --json."""
     cfg, _ = resolve_config(config, overrides, rules=OTHER_RULES)
     arch = hf_config.planned(cfg)[0]
     arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
-    try:
-        done = dry_run.run(cfg, arch, ranks, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
-    except RuntimeError as error:
-        return {"error": str(error)}
-    found = dry_run_report.figures(done, rank, dry_run.IMBALANCES)
-    rows = confirmed.compare(done.cfg, arch, done.layout, kind, found)
-    return {"found": found, "compared": [row._asdict() for row in rows]}
+    done = dry_run.run(cfg, arch, ranks, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
+    return dry_run_report.as_json(done, dry_run_report.compare(done))
 
 
 if __name__ == "__main__":
