@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from architecture import Architecture
 from checks.dry_run_meter import Phase
 from knobs import Config
-from plan import memory, roofline, traffic
+from plan import memory, roofline
 from plan.grid import RankGrid
 
 WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
@@ -135,10 +135,10 @@ def _traffic(done: DryRun) -> list[Compared]:
     rows = []
     for phase, passes, ends in (("reference", 1, 2), ("forward", 1, 2), ("backward", 1 + again, again)):
         if phase in done.phases:
-            planned = traffic.exchange_bytes(done.arch, layout, tokens, element, passes, ends)
+            planned = roofline.exchange_bytes(done.arch, layout, tokens, element, passes, ends)
             for cause, groups in (("tensor exchange", ("tensor",)), ("expert exchange", EXPERT_GROUPS)):
                 rows.append(_compared(f"{phase}: {cause}", "MiB sent", planned[cause], _sent(done, phase, groups)))
-    for kind, size in traffic.gradient_bytes(done.arch, cfg.lora, layout).items():
+    for kind, size in roofline.gradient_bytes(done.arch, cfg.lora, layout).items():
         rows.append(_compared(f"update: {kind} group", "MiB sent", size, _sent(done, "update", (kind,))))
     for name, phase in done.phases.items():
         groups = PASS_GROUPS if name.startswith(PASSES) else ALL_GROUPS
