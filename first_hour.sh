@@ -87,7 +87,7 @@ stage() {
         failed+=" $name"
         printf '    do:  %s\n    log: %s\n    by hand: %s\n' "$todo" "$log" "$by_hand"
     fi
-    results+=("$name" "$status" "$why" "$((SECONDS - begin))" "$log" "$by_hand")
+    results+=("$name" "$status" "$why" "$((SECONDS - begin))" "$log" "${by_hand% }")
 }
 
 refuse() {
