@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]
     if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all; the first one prints them
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    print(f"self-test on device {cfg.device}: tests/on_device, a dot a test (docs/self_test.md)")
     os.chdir(ROOT)
     pytest = [sys.executable, "-m", "pytest", "tests/on_device", "--device", cfg.device, *ranks, *OPTIONS]
     sys.stdout.flush()

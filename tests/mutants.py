@@ -175,7 +175,7 @@ def take_notes(matrix: Matrix, faults: list[Fault], lines: list[list]) -> None:
     names = planted_names().keys()
     for name in names | {fault.id for fault in faults}:
         matrix.rows.setdefault(name, {})
-    test_files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    test_files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     fault_lists = {file for file, text in test_files.items() if re.search(FAULT_LIST, text)}
     for test, tiers in notes["tier"].items():
         owners = [test]
@@ -198,7 +198,7 @@ def take_notes(matrix: Matrix, faults: list[Fault], lines: list[list]) -> None:
 
 def importers(files: Iterable[str]) -> set[str]:
     """These files of tests/, and those that import one of them, directly or not."""
-    paths = [path for folder in ("tests", "tests/support") for path in (ROOT / folder).glob("*.py")]
+    paths = list((ROOT / "tests").rglob("*.py"))
     imports = {path: set(re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)) for path in paths}
     found = {ROOT / file for file in files}
     while more := {path for path in paths if imports[path] & {known.stem for known in found}} - found:
@@ -482,7 +482,8 @@ def plant_again(
     """
 
     def is_touched(test: str) -> bool:
-        return test.partition("::")[0] in tests or "tests/conftest.py" in tests
+        file = Path(test.partition("::")[0])
+        return str(file) in tests or not tests.isdisjoint({"tests/conftest.py", str(file.parent / "conftest.py")})
 
     touched: dict[str, list[str]] = {}
     for name, file in files.items():
