@@ -1,7 +1,7 @@
 """The planned memory equals Megatron's groups, the instantiated model, and the allocations of a tiny model.
 
 Groups and parameters need one process: torch's fake backend lets it be any rank of any world, on the meta device.
-Activations are counted at torch's dispatcher (live_bytes.py), while real ranks run a forward and a backward pass.
+Activations are measured from the allocator (live_bytes.py), while real ranks run a forward and a backward pass.
 """
 
 from __future__ import annotations
