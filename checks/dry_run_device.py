@@ -176,7 +176,7 @@ ANSWER = "dry_run_answer"  # attribute of a flag: the value that it stands for
 
 
 class Answers(TorchDispatchMode):
-    """Answers what depends on values, and does the collectives: their results are whatever the buffers hold.
+    """Answers what depends on values, for tensors that have none.
 
     Numbers are 1 or 0, no flag is set, all weights are finite, and ``scored`` tokens reach the head.
     """
