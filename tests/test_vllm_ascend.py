@@ -14,9 +14,8 @@ eager and with graphs, and arguments that are refused (REFUSED); AscendConfig wi
 enable_cpu_binding false; the memory check with 64 GiB that are free; vLLM's groups and the MC2 group for the last of 6
 to 32 ranks, with torch's fake process groups; ExpertMapManager and the dispatchers' set-up on 4 ranks; both kinds of
 push, so that exchanged halves are found; AscendSampler with draws from the table, the recorder of routed experts and
-block tables on one rank, with logits that are all 0; alone, the functions that choose and prepare the exchange of
-tokens and capture the routes of a replica of 4 ranks: under r3 all 8 of 8 tokens have theirs. Not used here:
-speculative decoding, layer sharding, xlite, Flash Comm, fused MC2, KV transfer. Not executed: lengths of the
+block tables on one rank, with logits that are all 0. Not used here: speculative decoding, layer sharding, xlite,
+Flash Comm, fused MC2, KV transfer. Not executed: the choice of the exchange of tokens, lengths of the
 all-to-all, MC2's token masks and windows, the record of routes over replicas, ACL graphs, the memory pools of sleep
 mode, Triton kernels, and with them Model Runner V2, the only one that records routes with 0.30.0rc2.
 
@@ -36,27 +35,22 @@ install requirements/npu-0.30.txt after npu.txt, the tag v0.30.0 and vllm-ascend
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import cann_stub
 import pytest
 import run_scripts
-import torch
 import training
 from packaging.version import Version
 from source import ROOT
 
 import config
 from engines.drawing import uniforms_of
-from engines.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm_ascend, pytest.mark.nightly]
 
@@ -215,73 +209,6 @@ def test_the_groups_of_a_rank_are_consecutive_and_experts_share_all_ranks_of_an_
 @pytest.mark.parametrize("what", REFUSED)
 def test_the_checks_of_the_real_code_are_in_force(what: str, configurations, newer: bool) -> None:
     assert (REFUSED[what][1] in configurations[2][what].get("error", "none")) == (ONLY.get(what, newer) == newer)
-
-
-# ------------------------------------------------------------------------------------------------------------- routes
-
-
-@pytest.fixture(scope="module")
-def ascend(python: str) -> Path:
-    """The folder of the installed vllm_ascend; its text is read, nothing is imported."""
-    find = "import importlib.util; print(importlib.util.find_spec('vllm_ascend').submodule_search_locations[0])"
-    return Path(subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip())
-
-
-def function(path: Path, name: str, inside: str = "", **known: object) -> Callable:
-    """A function of a file, or a method of its class ``inside``, compiled alone; it knows torch and ``known``."""
-    body = ast.parse(path.read_text()).body
-    if inside:
-        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == inside)
-    (found,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
-    found.returns = None
-    for argument in found.args.args:
-        argument.annotation = None
-    scope = {"torch": torch, "nn": torch.nn, "QuantType": SimpleNamespace(NONE=0), "MoEPrepareOutput": SimpleNamespace}
-    exec(compile(ast.Module([found], []), str(path), "exec"), scope | known, namespace := {})
-    return namespace[name]
-
-
-@pytest.mark.parametrize(("routed_experts", "recorded"), [(False, 2), (True, 8)])
-def test_a_replica_of_four_ranks_records_the_routes_of_all_tokens(
-    routed_experts: bool, recorded: int, ascend: Path
-) -> None:
-    """The real choice of the exchange, its preparation and the capture, of 8 tokens on one rank of an A3.
-
-    Without routed_experts our engine asks for expert parallelism, whose ranks see two tokens each: then the capture
-    leaves 6 of 8 rows zero. A replica has no data parallelism, so the forward context has no dp_metadata.
-    """
-    engine = object.__new__(VllmEngine)
-    engine.device, engine.routed_experts = SimpleNamespace(type="npu"), routed_experts
-    parallel = SimpleNamespace(**engine._more_arguments(4, 4, enforce_eager=True, max_sequences=8))
-    kinds, extra = SimpleNamespace(ALLGATHER="gather", MC2="mc2"), SimpleNamespace(padded_num_tokens=8)
-    extra.mc2_mask = torch.ones(8, dtype=torch.bool)
-    a3 = SimpleNamespace(A2=2, A3=3, A5=5, _310P=1)
-    choose = function(
-        ascend / "ascend_forward_context.py", "select_moe_comm_method", MoECommType=kinds, AscendDeviceType=a3,
-        get_ascend_device_type=lambda: 3, get_mc2_tokens_capacity=lambda: 8, is_moe_model=lambda _: True,
-        get_ep_group=lambda: SimpleNamespace(world_size=4), _select_a3_moe_comm_method=lambda *_: kinds.MC2,
-        get_ascend_config=lambda: SimpleNamespace(enable_fused_mc2=0), logger=SimpleNamespace(debug=lambda *_: None),
-        # from 0.30 on, in place of AscendDeviceType
-        get_current_hardware_profile=lambda: SimpleNamespace(moe_comm_policy="A3"),
-        MoECommPolicy=SimpleNamespace(ALLGATHER="A2"), _MOE_COMM_SELECTORS={"A3": lambda *_: kinds.MC2},
-    )  # fmt: skip
-    text = SimpleNamespace(quantize=None, moe_quantize=None)
-    method = choose(8, SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(hf_text_config=text)))
-    assert method == (kinds.ALLGATHER if routed_experts else kinds.MC2)
-    where = {"gather": ("PrepareAndFinalizeWithAllGather", "_prepare_with_dp_group"),
-             "mc2": ("PrepareAndFinalizeWithMC2", "prepare")}[method]  # fmt: skip
-    prepare = function(ascend / "ops" / "fused_moe" / "prepare_finalize.py", where[1], where[0], _EXTRA_CTX=extra)
-    layer = SimpleNamespace(tp_size=4, tp_rank=0, moe_config=SimpleNamespace(dp_size=1, pcp_size=1))
-    logits = torch.rand(8, 16, generator=torch.Generator().manual_seed(0))
-    seen = prepare(layer, torch.zeros(8, 4), logits).router_logits.topk(2).indices + 1
-    capture = function(
-        ascend / "patch" / "worker" / "patch_routed_experts_capture.py", "capture",
-        get_forward_context=lambda: SimpleNamespace(dp_metadata=None),
-    )  # fmt: skip
-    buffer = torch.zeros(8, 1, 2, dtype=torch.int32)
-    capture(SimpleNamespace(device_buffer=buffer, dp_rank=0, tp_size=4), 0, seen)
-    expected = logits.topk(2).indices + 1
-    assert torch.equal(buffer[:recorded, 0].long(), expected[:recorded]) and not buffer[recorded:].any()
 
 
 # ------------------------------------------------------------------------------------------------------------ engines
