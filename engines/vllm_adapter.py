@@ -1,8 +1,8 @@
 """The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, a push brings A and B.
 
 The adapter is handed over in memory, and no file is written. This has run on a CPU, with models that have only dense
-layers; with experts only on a stub of CANN (tests/test_vllm_ascend.py). What is refused follows the sources of vLLM
-0.30 and vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
+layers; with experts only on a stub of CANN, once (docs/npu.md). What is refused follows the sources of vLLM 0.30 and
+vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
 """
 
 import importlib.metadata

@@ -4,7 +4,7 @@ Run on cann_stub.py: the platform (A3); `create_engine_config` for every layout 
 engine of a tiny model (worker, memory check, model, caches, warm-up), a push of whole weights through vLLM's reload,
 and sampling, with 0.23.0 also with recorded routes; on four ranks of gloo (tensor 2 x data 2, experts over all) the
 groups, the model, the placement of the experts and the push of the trainer's shards, which must write what
-vllm-ascend's loader writes; with 0.30.0rc2 on two ranks (tensor 2, which split each expert) the slots of LoRA factors.
+vllm-ascend's loader writes.
 
 It ends there: the kernels of torch_npu, vllm-ascend and HCCL only check their arguments, so nothing is shown about
 their values, speed and memory; no forward pass on several ranks; no graph capture. torch is 2.13.0 and not 2.10.0.
@@ -323,25 +323,3 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
         assert {shape[-1] for shape in found["shapes"].values()} == {"npu"}
         fp32 = {name for name, shape in found["shapes"].items() if shape[-2] != "torch.bfloat16"}
         assert fp32 == {name for name in found["shapes"] if name.endswith("gate.weight_fp32")}
-
-
-@pytest.mark.slow
-def test_every_factor_of_an_adapter_is_in_the_slot_of_its_matrix(child, model, newer: bool, tmp_path) -> None:
-    """On the two ranks of a replica, which split each of 8 experts: A and B of 7 matrices in 2 layers, and the base.
-
-    Exchanged factors of the experts 0 and 5 are found on both.
-    """
-    if not newer:
-        pytest.skip("vllm-ascend before 0.30 is refused: tests/test_adapter_vllm.py")
-    folder = engine_folder(
-        tmp_path, model, rollout__tensor=2, rollout__sync="adapter", lora__rank=4, lora__alpha=6.5,
-        lora__targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-    )  # fmt: skip
-    child("adapt", folder)
-    parts = [f"{expert}.{which}_proj.weight" for expert in (0, 5) for which in ("gate", "up", "down")]
-    for rank in range(2):
-        found = json.loads((folder / f"answer-{rank}.json").read_text())
-        assert found["slots"] == 2 * (4 + 8 * 3)
-        assert found["misplaced"] == found["misplaced after a push"] == []
-        assert set(found["misplaced when exchanged"]) == {f"model.layers.1.mlp.experts.{part}" for part in parts}
-        assert all(found["base"]["o"]) and all(found["base"]["down"]) and len(found["base"]["down"]) == 16

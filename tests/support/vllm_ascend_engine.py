@@ -3,7 +3,6 @@
     python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
     python tests/support/vllm_ascend_engine.py sample FOLDER             one rank, a whole engine
     python tests/support/vllm_ascend_engine.py push FOLDER               four ranks, one engine over all of them
-    python tests/support/vllm_ascend_engine.py adapt FOLDER              two ranks, a replica under rollout.sync adapter
 
 `configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The others
 make the engine of the tiny model in FOLDER/model, without loading weights from files.
@@ -250,101 +249,12 @@ def push(folder: Path) -> int:
     return 0
 
 
-def adapt(folder: Path) -> int:
-    """Push base weights, and LoRA factors of every matrix: as they are, and with two experts of layer 1 exchanged.
-
-    Say which slots of vLLM's LoRA layers do not hold the factors as they are, and which base weights did not arrive.
-    """
-    from safetensors.torch import load_file
-    from vllm_ascend.worker.worker import NPUModelRunner
-
-    # The collectives do nothing here.
-    with mock.patch.object(NPUModelRunner, "profile_run", lambda self: None), opened(folder) as (engine, cfg):
-        whole = load_file(folder / "model" / "model.safetensors")
-        engine.load_weights(whole.items())
-        rank, generator = cfg.lora.rank, torch.Generator().manual_seed(0)
-        factors = {
-            name: tuple(torch.randn(size, generator=generator).bfloat16() for size in ((rank, inputs), (outputs, rank)))
-            for name, (outputs, inputs) in ((name, shape) for name, shape in engine.shapes.items() if "_proj" in name)
-        }
-        engine.load_adapter(factors)
-        found = {"slots": len(slots(engine)), "misplaced": misplaced(engine, factors, cfg.lora)}
-        first, second = (f"model.layers.1.mlp.experts.{expert}." for expert in (0, 5))
-        wrong = dict(factors)
-        for name in (name for name in factors if name.startswith(first)):
-            there = name.replace(first, second)
-            wrong[name], wrong[there] = factors[there], factors[name]
-        engine.load_adapter(wrong)
-        found["misplaced when exchanged"] = misplaced(engine, factors, cfg.lora)
-        engine.load_adapter(factors)
-        engine.load_weights(whole.items())  # as after a push of weights under AQN
-        found["misplaced after a push"] = misplaced(engine, factors, cfg.lora)
-        (held,) = engine.llm.collective_rpc(vllm_inside.parameters)
-        here = dist.get_rank()
-        found["base"] = {
-            "o": [
-                torch.equal(
-                    cann_stub.on_host(held[f"model.layers.{i}.self_attn.o_proj.base_layer.weight"]),
-                    whole[f"model.layers.{i}.self_attn.o_proj.weight"].bfloat16().chunk(2, 1)[here],
-                )
-                for i in range(2)
-            ],
-            "down": [
-                torch.equal(
-                    cann_stub.on_host(held[f"model.layers.{i}.mlp.experts.base_layer.w2_weight"])[expert],
-                    whole[f"model.layers.{i}.mlp.experts.{expert}.down_proj.weight"].bfloat16().t().chunk(2)[here],
-                )
-                for i in range(2)
-                for expert in range(8)
-            ],
-        }
-    (folder / f"answer-{here}.json").write_text(json.dumps(found))
-    return 0
-
-
-def slots(engine) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers of A and B of every matrix in vLLM's LoRA layers, by their place there; all experts on each rank."""
-    (modules,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager.modules)
-    found = {}
-    for at in (f"model.layers.{layer}." for layer in range(engine.arch.num_layers)):
-        experts, qkv, proj = (modules[at + name] for name in ("mlp.experts", "self_attn.qkv_proj", "self_attn.o_proj"))
-        for expert in range(engine.arch.num_experts):
-            name = f"{at}mlp.experts.{expert}."
-            for which, a, b in (
-                ("gate", experts.w13_lora_a_stacked[0], experts.w13_lora_b_stacked[0]),
-                ("up", experts.w13_lora_a_stacked[1], experts.w13_lora_b_stacked[1]),
-                ("down", experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]),
-            ):
-                found[f"{name}{which}_proj.weight"] = a[0, expert], b[0, expert]
-        for place, which in enumerate("qkv"):
-            pair = qkv.lora_a_stacked[place][0, 0], qkv.lora_b_stacked[place][0, 0]
-            found[f"{at}self_attn.{which}_proj.weight"] = pair
-        found[f"{at}self_attn.o_proj.weight"] = proj.lora_a_stacked[0][0, 0], proj.lora_b_stacked[0][0, 0]
-    return {name: tuple(map(cann_stub.on_host, pair)) for name, pair in found.items()}
-
-
-def misplaced(engine, factors, lora) -> list[str]:
-    """The matrices whose slot does not hold this rank's part of A, and of alpha / rank times B, and zeros beyond."""
-    names = []
-    for name, (a_slot, b_slot) in slots(engine).items():
-        a, b = factors[name][0], factors[name][1] * (lora.alpha / lora.rank)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):  # the tensor ranks split its inputs
-            a = a.chunk(2, 1)[dist.get_rank()]
-        else:
-            b = b.chunk(2)[dist.get_rank()]
-        room = a_slot.shape[0] - lora.rank
-        expected = torch.nn.functional.pad(a, (0, 0, 0, room)), torch.nn.functional.pad(b, (0, room))
-        if not (torch.equal(a_slot, expected[0]) and torch.equal(b_slot, expected[1])):
-            names.append(name)
-    return names
-
-
 def main(what: str, folder: str) -> int:
     path = Path(folder)
     if what == "configurations":
         configurations(path)
         return 0
-    codes = world.as_torchrun({"sample": 1, "adapt": 2, "push": 4}[what], globals()[what], path)
+    codes = world.as_torchrun({"sample": 1, "push": 4}[what], globals()[what], path)
     return int(any(codes))
 
 
