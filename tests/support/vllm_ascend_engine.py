@@ -85,34 +85,6 @@ def described(vllm_config) -> dict:
     }
 
 
-def groups(vllm_config, rank: int, ranks: int) -> dict[str, list[int]]:
-    """The ranks of each group of this rank, made without other processes by torch's fake process groups."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm_ascend.distributed import parallel_state as ascend_state
-
-    make, parallel = dist.new_group, vllm_config.parallel_config
-    fake = mock.patch.object(dist, "new_group", lambda members, *args, **more: make(members, backend="fake"))
-    # It would exchange handles of shared memory.
-    queue = mock.patch.object(shm_broadcast.MessageQueue, "create_from_process_group")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    with fake, queue, set_current_vllm_config(vllm_config):
-        parallel_state.init_distributed_environment(ranks, rank, local_rank=rank % 16, backend="fake")
-        parallel_state.ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
-        ascend_state.init_ascend_model_parallel(parallel)
-        getters = {
-            "tensor": parallel_state.get_tp_group, "data": parallel_state.get_dp_group,
-            "expert": parallel_state.get_ep_group, "mc2": ascend_state.get_mc2_group,
-        }  # fmt: skip
-        found = {name: list(get().ranks) for name, get in getters.items()}
-        ascend_state.destroy_ascend_model_parallel()
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-    return found
-
-
 def configurations(folder: Path) -> None:
     """For each case of asked.json what vLLM has made of it, or its error."""
     from vllm.engine.arg_utils import EngineArgs
@@ -128,8 +100,7 @@ def configurations(folder: Path) -> None:
                 cfg = config.load_config(case["config"], case["overrides"])
                 given = arguments(cfg, case["ranks"]) | case.get("changes", {})
                 made = EngineArgs(**given).create_engine_config()
-                placed = groups(made, case["rank"], case["ranks"])
-                answers["cases"].append({"config": described(made), "groups": placed})
+                answers["cases"].append({"config": described(made)})
             except Exception as error:
                 answers["cases"].append({"error": f"{type(error).__name__}: {error}"})
     (folder / "answer.json").write_text(json.dumps(answers))
