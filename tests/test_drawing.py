@@ -2,7 +2,7 @@
 
 Both engines are compared on a model, and the hooks alone on given logits, where the engines' logits are equal to the
 bit. The hook of Model Runner V1 is called by the real vLLM; that of V2 replaces a method of vLLM's real class, whose
-tensors are stand-ins, because V2 needs a GPU. test_vllm_ascend.py has vllm-ascend's. Not covered: accelerators.
+tensors are stand-ins, because V2 needs a GPU. Not covered: accelerators, and the runner of vllm-ascend (docs/npu.md).
 """
 
 from __future__ import annotations
