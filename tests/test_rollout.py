@@ -172,7 +172,10 @@ def test_no_sequences_make_one_row_that_trains_nothing(batch) -> None:
 
 
 class EchoEngine:
-    """It answers with the last token of the prompt and the digits of the seed; the second sample never stops."""
+    """It answers with the last token of the prompt and the digits of the seed; the second sample never stops.
+
+    Nor does the third one of the prompt that ends with 41, so groups differ.
+    """
 
     arch = SimpleNamespace(vocab_size=128)
 
@@ -185,7 +188,8 @@ class EchoEngine:
             for one in (ended, cut) if head else ():
                 ids = np.add.outer(np.int32(one.tokens), np.arange(head))  # the token, the next id, ...
                 one.head = ids, -ids / 10
-            answers.append([ended, cut, ended][:num_samples])
+            last = cut if prompt[-1] == 41 else ended
+            answers.append([ended, cut, last][:num_samples])
         return answers
 
 
@@ -217,10 +221,11 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
     cfg = training.config(tmp_path, tmp_path, rollout__group_size=3, rollout__max_new_tokens=8)
     (alone,) = training.in_world("TP1", gathered, cfg, num_prompts, 7)
     assert alone.prompts == [[1, 40 + i] for i in range(num_prompts)]
-    assert alone.lengths == [6, 8, 6] * num_prompts and alone.truncated.tolist() == [False, True, False] * num_prompts
-    assert alone.rewards.tolist() == [[6, 8, 6]] * num_prompts
+    lengths = [[6, 8, 8 if i == 1 else 6] for i in range(num_prompts)]
+    assert alone.rewards.tolist() == lengths and alone.lengths == sum(lengths, [])
+    assert alone.truncated.tolist() == [length == 8 for length in alone.lengths]
     assert alone.parsable.tolist() == [[float(i == 1)] * 3 for i in range(num_prompts)]
-    assert alone.correct.tolist() == [[0, 1, 0]] * num_prompts
+    assert alone.correct.flatten().tolist() == alone.truncated.tolist()  # by ``score``
     for place in range(num_prompts):
         first, cut, _ = alone.tokens[3 * place : 3 * place + 3].tolist()
         assert first[0] == 40 + place and first[5:] == [2, 0, 0] and cut == [40 + place] * 8

@@ -15,7 +15,7 @@ from tiers import nightly
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 PLANTED = {  # fault: a test that must fail
     "": "",
-    "advantages of the wrong sign": "test_update.py::test_a_step_is_that_of_the_unsharded_model",
+    "advantages of the wrong sign": "test_update.py::test_steps_are_those_of_the_unsharded_model",
     "gradients divided by the number of ranks": "test_lora.py::test_gradients_and_their_norm",
     "expert gradients doubled": "test_lora.py::test_gradients_and_their_norm",
 }

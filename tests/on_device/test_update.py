@@ -1,7 +1,7 @@
-"""A step of the trainer in every layout against an unsharded one in float64 with torch.optim.AdamW.
+"""Steps of the trainer in every layout against the unsharded model in float64 with torch.optim.AdamW.
 
-The learner gets a rollout of random completions and known rewards, and takes two optimizer steps in micro-batches of a
-few rows. CASES of update_reference.py choose losses, KL, importance weights and what is left out.
+The learner gets a rollout of random completions and known rewards, and takes two steps on it, each of two updates in
+micro-batches of a few rows. CASES of update_reference.py choose losses, KL, importance weights and what is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from adapted import adapt
 from lora_reference import Named
 from reference_process import Problem
 from update_reference import CASES, Updated
-from world import Place
 
 import grpo
 from learner import MOMENTS, Learner
@@ -29,9 +28,8 @@ from runlog import Heartbeat, StepTimer
 pytestmark = pytest.mark.device
 LAYOUTS = world.TESTED
 KIND = "qwen3_moe"
-# A device sums in another order than a CPU; its bound has not been measured yet.
-TOLERANCE = 1e-4 if Place.device.type == "cpu" else 1e-3  # relative, of a moment to its largest element; measured 4e-5
-OF_FACTORS = 5e-3  # of the learning rate, in the mean: AdamW's sign of a gradient near 0 is undecided; measured 1.5e-3
+TOLERANCE = 1e-3  # relative, of a moment to its largest element; measured 2e-4 in the fourth update, 4e-5 in the second
+OF_FACTORS = 5e-3  # of the learning rate, in the mean: AdamW's sign of a gradient near 0 is undecided; measured 1.6e-3
 
 
 def steps(parallel: Parallel, path: Path, factors: Named, batch: Rollout, updates: dict[str, Updated]) -> dict:
@@ -46,7 +44,9 @@ def _errors(
     model, arch, adapters = adapt(path, parallel, factors)
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)
-    metrics = learner.update(batch, [], advantages.flatten(), 0, StepTimer(Heartbeat(0, 0), 0, parallel.device))
+    timer = StepTimer(Heartbeat(0, 0), 0, parallel.device)
+    learner.update(batch, [], advantages.flatten(), 0, timer)
+    metrics = learner.update(batch, [], advantages.flatten(), 1, timer)
     tensors, _ = learner.state()
     whole = {name: pending.make().detach().cpu() for part in tensors.values() for name, pending in part.items()}
     errors = {key: abs(metrics[key] / value - 1) for key, value in expected.metrics.items()}
@@ -70,7 +70,7 @@ def everywhere(problem: Problem) -> Callable[[str], list[dict]]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_the_unsharded_model_with_torchs_adamw(layout: str, case: str, everywhere) -> None:
+def test_steps_are_those_of_the_unsharded_model_with_torchs_adamw(layout: str, case: str, everywhere) -> None:
     for rank in everywhere(layout):
         errors = dict(rank[case])
         assert errors.pop("factors") < OF_FACTORS, rank[case]

@@ -110,7 +110,7 @@ def shares(aggregate: str, own: Tensor, max_new_tokens: int) -> Tensor:
 
 
 def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
-    """The state after the updates of one rollout from ``factors``, with the means of the metrics over the updates."""
+    """The state after two steps on the same rollout from ``factors``, and the metrics of the second one."""
     optim, loss, group = cfg.optim, cfg.loss, cfg.rollout.group_size
     model, rows = lora_reference.load(path), rows_of(batch)
     leaves = {name: value.double().requires_grad_() for name, value in factors.items()}
@@ -122,7 +122,6 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
         return lora_reference.token_logprobs(model, weights, rows.tokens, cfg.rollout.temperature)
 
     with torch.no_grad():
-        old = forward()[0]
         base = dict(model.named_parameters())
         reference, _ = lora_reference.token_logprobs(model, base, rows.tokens, cfg.rollout.temperature)
     advantages = advantages_of(batch.rewards.double(), loss.advantage).flatten()
@@ -130,27 +129,32 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
     kept = ~(batch.truncated & loss.mask_truncated)
     trained = kept & (mixed.repeat_interleave(group) | (not loss.skip_equal_groups))
     sequences, size = torch.arange(len(kept)), optim.prompts_per_update * group
-    losses, norms = [], []
-    for first in range(0, len(kept), size):
-        chosen = (sequences >= first) & (sequences < first + size)
-        counted = rows.own & (chosen & kept)[:, None]
-        share = (
-            shares(loss.aggregate, counted, cfg.rollout.max_new_tokens) * trained[:, None]
-        )  # skipped ones count as 0
-        logp, entropy = forward()
-        total = policy_loss(loss, logp, old, advantages, rows.own) * importance_weights(loss, old, rows)
-        total = total - loss.entropy_coef * entropy
-        if loss.kl != "none":
-            total = total + loss.kl_coef * kl_to(reference, logp)
-        losses.append((total * share).sum())
-        adamw.zero_grad()
-        losses[-1].backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.max_grad_norm))
-        adamw.step()
-    metrics = {
-        "actor/loss": torch.stack(losses).mean().item(),
-        "actor/grad_norm": torch.stack(norms).mean().item(),
-    }
+
+    def take_step() -> dict[str, float]:
+        losses, norms = [], []
+        with torch.no_grad():
+            old = forward()[0]
+        for first in range(0, len(kept), size):
+            chosen = (sequences >= first) & (sequences < first + size)
+            counted = rows.own & (chosen & kept)[:, None]
+            share = shares(loss.aggregate, counted, cfg.rollout.max_new_tokens)
+            logp, entropy = forward()
+            total = policy_loss(loss, logp, old, advantages, rows.own) * importance_weights(loss, old, rows)
+            total = total - loss.entropy_coef * entropy
+            if loss.kl != "none":
+                total = total + loss.kl_coef * kl_to(reference, logp)
+            losses.append((total * share * trained[:, None]).sum())  # skipped groups count, as 0
+            adamw.zero_grad()
+            losses[-1].backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.max_grad_norm))
+            adamw.step()
+        return {
+            "actor/loss": torch.stack(losses).mean().item(),
+            "actor/grad_norm": torch.stack(norms).mean().item(),
+        }
+
+    take_step()
+    metrics = take_step()
     moments = [{name: adamw.state[leaf][key] for name, leaf in leaves.items()} for key in ("exp_avg", "exp_avg_sq")]
     found = ({name: value.detach().float() for name, value in part.items()} for part in (leaves, *moments))
     return Updated(*found, metrics)
