@@ -41,14 +41,23 @@ def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: 
     assert (" failed" in done.stdout.splitlines()[-1]) == bool(fault) and " passed" in done.stdout.splitlines()[-1]
 
 
+STAND_IN = {"PYTEST_PLUGINS": "with_fake_npu", "PYTHONPATH": str(ROOT / "tests" / "support")}
+
+
 @pytest.mark.ci
+def test_the_operators_of_the_stand_in_npu_equal_their_formulas() -> None:
+    done = self_test(TINY, "device=npu", **STAND_IN, PYTEST_ADDOPTS="-k 2-none")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("1 passed"), done
+
+
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", *map(nightly, list(PLANTED)[1:]), nightly("rank 1 opens no layout")])
+@pytest.mark.parametrize("fault", [*PLANTED, "rank 1 opens no layout"])
 def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path: Path, monkeypatch) -> None:
     """A rank that raises ends the others, with its error. Only the layout that has most kinds of parallelism is run."""
-    monkeypatch.setenv("PYTEST_PLUGINS", "with_fake_npu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'TP2_EP2 or 2-none'" + (f" --plant '{fault}'" if fault else ""))
+    chosen = "-k 'TP2_EP2 or 2-none'" + (f" --plant '{fault}'" if fault else "")
+    for name, value in (STAND_IN | {"PYTEST_ADDOPTS": chosen}).items():
+        monkeypatch.setenv(name, value)
     with launched.launch(2, "preflight.py", "--self-test", TINY, "device=npu", log=tmp_path / "log") as launch:
         code = launch.wait(300)
     assert code == (1 if fault else 0), launch.text[-3000:]
