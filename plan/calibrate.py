@@ -19,17 +19,19 @@ from run_record import read_lines
 TRAINING = ("timing/old_logp_s", "timing/reference_s", "timing/update_s")  # seconds of timing.jsonl
 PLANNED = ("old policy", "reference", "update forward", "update backward", "optimizer")  # the same in the plan
 NEEDED = ("timing/generate_s", "timing/update_s", "timing/step_s")
+READ = {*NEEDED, *TRAINING, "samplers/generate_s", "perf/tokens_per_s"}
 
 
 def read(path: Path) -> dict[str, float]:
-    """The median of each number in a run's timing.jsonl, without its first step, which starts everything up.
+    """The medians of READ in a run's timing.jsonl, without its first step, which starts everything up.
 
-    A number that was not finite is null there, and is left out. InputError for another file.
+    Numbers that are negative or not finite are left out. InputError for another file.
     """
     rows = [row for row in read_lines(path) if "timing/step_s" in row]
     timing = {}
-    for name in {name for row in rows for name in row}:
-        numbers = [row[name] for row in rows[1:] or rows if isinstance(row.get(name), int | float)]
+    for name in READ:
+        values = [row.get(name) for row in rows[1:] or rows]
+        numbers = [value for value in values if isinstance(value, int | float) and 0 <= value < math.inf]
         if numbers:
             timing[name] = statistics.median(numbers)
     lacking = [name for name in NEEDED if not timing.get(name)]
