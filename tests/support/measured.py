@@ -129,7 +129,7 @@ def measure_quantised(
             model, *gap = errors(path, parallel, expected, tokens, **settings, **how)
             gaps.append(gap)
         exported = dict(weights_hf.export(model, arch, parallel))
-        merged = max(float((exported[key] - value).abs().max()) for key, value in expected.merged.items())
+        merged = max(largest_gap(exported[key], value) for key, value in expected.merged.items())
         trained = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
         found[name] = {"unequal": unequal, "errors": gaps, "merged error": merged, "trained": trained}
     return found

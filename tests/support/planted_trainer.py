@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from planted_step import forget_moments
 from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
@@ -173,12 +174,6 @@ def write_doubled(real: Callable, path: Path, tensors: dict) -> str:
     return real(path, changed(tensors, next(iter(tensors)), lambda value: 2 * value) if wrong else tensors)
 
 
-def forget_moments(_: None, learner: Learner, *__) -> None:
-    for moments in learner.moments.values():
-        for value in moments.values():
-            value.zero_()
-
-
 @torch.no_grad()
 def restore_without_adapters(real: Callable, learner: Learner, *args) -> None:
     before = [factor.clone() for factor in learner.parameters]
@@ -222,7 +217,7 @@ FAULTS: dict[str, Plant] = {
     ),
     "another count in the checkpoint": in_the_second_save(lambda tensors, _: (tensors, {"optimizer_steps": 7})),
     "a wrong number in a file of the checkpoint": instead(checkpoint, "_write_tensors", write_doubled),
-    "moments are not restored": after(Learner, "restore", forget_moments),
+    "moments are not restored": after(Learner, "restore", lambda _, learner, *__: forget_moments(learner)),
     "adapters are not restored": instead(Learner, "restore", restore_without_adapters),
     "the step count is not restored": after(
         Learner, "restore", lambda _, learner, *__: setattr(learner, "optimizer_steps", 0)
