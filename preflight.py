@@ -255,7 +255,11 @@ def answer(option: str, arguments: list[str]) -> int:
 
         return self_test.main(arguments)
     if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
-        environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(Path(__file__).parent)}
+        paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH")  # which may hold the packages
+        environment = os.environ | {
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         return subprocess.run([sys.executable, "-P", "-m", "checks.dry_run", *arguments], env=environment).returncode
     import parallel_setup
     from checks import groups, kernels_check, layers_check

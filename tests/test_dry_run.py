@@ -10,6 +10,7 @@ import typing
 from collections import Counter
 from collections.abc import Callable
 
+import launched
 import live_bytes
 import pytest
 import torch
@@ -269,11 +270,16 @@ def test_bad_input_is_one_line(argument, piece, capfd):
 
 
 @pytest.mark.ci
-def test_the_command_prints_the_phases_the_launches_and_what_agrees(capfd):
-    """Also with rows that torch's grouped kernel does not take: two fp32 columns are 8 bytes; the kernel needs 16."""
+def test_the_command_prints_the_phases_the_launches_and_what_agrees(capfd, tmp_path, monkeypatch):
+    """Also with rows that torch's grouped kernel does not take: two fp32 columns are 8 bytes; the kernel needs 16.
+
+    Packages may lie in PYTHONPATH, so the process of the dry run must have it, too.
+    """
+    log = launched.noting_starts(tmp_path, monkeypatch)
     arguments = ["configs/tiny_cpu.yaml", "--dry-run", "rollout.max_new_tokens=32", "lora.rank=2"]
     assert preflight.main([*arguments, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["ranks"] == 2 and found["phases"]["backward"]["flops"] > found["phases"]["forward"]["flops"] > 0
     assert found["launches"].keys() == found["phases"].keys() and found["launches"]["backward"] > 0
     assert found["compared"] and all(row["agrees"] for row in found["compared"])
+    assert "checks.dry_run" in log.read_text()

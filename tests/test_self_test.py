@@ -32,13 +32,16 @@ def self_test(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "fault", [fault if fault == "expert gradients doubled" else nightly(fault) for fault in PLANTED]
 )
-def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: str) -> None:
+def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: str, tmp_path, monkeypatch) -> None:
+    """The process of the reference has the folders of PYTHONPATH, where packages may lie."""
+    log = launched.noting_starts(tmp_path, monkeypatch)
     done = self_test(TINY, "--ranks", "2", PYTEST_ADDOPTS=f"--plant '{fault}'" if fault else "")
     assert done.returncode == (1 if fault else 0), done.stdout[-3000:] + done.stderr[-3000:]
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED tests/on_device/")]
     assert all("[TP1" not in line for line in failed)  # only two ranks
     assert bool(failed) == bool(fault) and (not fault or any(PLANTED[fault] in line for line in failed)), failed
     assert (" failed" in done.stdout.splitlines()[-1]) == bool(fault) and " passed" in done.stdout.splitlines()[-1]
+    assert "reference_process" in log.read_text()
 
 
 STAND_IN = {"PYTEST_PLUGINS": "with_fake_npu", "PYTHONPATH": str(ROOT / "tests" / "support")}

@@ -12,10 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 from source import ROOT
 
 # As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def noting_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in which every Python process from now on that has this process's PYTHONPATH notes its command line."""
+    code = "import sys\nwith open({!r}, 'a') as log:\n    print(sys.orig_argv, file=log)\n"
+    log = folder / "starts"
+    (folder / "sitecustomize.py").write_text(code.format(str(log)))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return log
 
 
 class Launch:

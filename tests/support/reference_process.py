@@ -33,8 +33,12 @@ class Problem(NamedTuple):
 
 def make(folder: Path) -> None:
     """Write the problem to ``folder``. RuntimeError with the end of the output if that fails."""
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    variables = {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    paths = str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")  # which may hold the packages
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode:
