@@ -56,6 +56,8 @@ def measure(parallel: Parallel, paths: dict[str, Path], references: dict[str, Re
 
 def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor) -> dict:
     model, arch = load(path, parallel)
+    # As attach does. For a weight with a gradient, a GPU takes another product, which rounds otherwise.
+    model.requires_grad_(False)
     mine, mask = my_rows(tokens, parallel)
 
     def log_probs() -> Tensor:
