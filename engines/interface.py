@@ -91,7 +91,7 @@ class Engine(Protocol):
             if tensor is not memory:
                 memory.copy_(tensor)
             held[name] = memory
-        check_finite(held)
+        check_finite(held, "load_weights")
 
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
@@ -266,6 +266,7 @@ def check_factors(
     factors: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig
 ) -> None:
     """Raise InputError unless ``factors`` (see Engine.load_adapter) have the shapes of ``lora`` and are finite."""
+    tensors = {}
     for name, pair in factors.items():
         if len(shapes.get(name, ())) != 2:
             raise InputError(f"load_adapter: {name} is not a matrix of this model")
@@ -274,8 +275,8 @@ def check_factors(
         for letter, factor, shape in zip("AB", pair, ((rank, in_size), (out_size, rank)), strict=True):
             if tuple(factor.shape) != shape:
                 raise InputError(f"load_adapter: {letter} of {name}: found {tuple(factor.shape)}; needed: {shape}")
-            if not factor.isfinite().all():
-                raise InputError(f"load_adapter: {letter} of {name} has NaN or infinity")
+            tensors[f"{letter} of {name}"] = factor
+    check_finite(tensors, "load_adapter")
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
@@ -295,11 +296,14 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
     return ""
 
 
-def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together."""
+def check_finite(tensors: Mapping[str, Tensor], call: str) -> None:
+    """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together.
+
+    ``call``: of the engine, for the error.
+    """
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
     finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [n for n, good in zip(tensors, finite, strict=True) if not good and not tensors[n].isfinite().all()]
     if broken:
-        raise InputError(f"load_weights: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")
+        raise InputError(f"{call}: {broken[0]} has NaN or infinity ({len(broken)} such tensors)")

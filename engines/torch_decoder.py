@@ -104,7 +104,7 @@ class Decoder:
             check_arrival(name, tensor, self.shapes, loaded)
             loaded[name] = self.slots[name].copy_(tensor)
         check_complete(loaded, self.groups, whole)
-        check_finite(loaded)  # of the copies, because a cast can overflow
+        check_finite(loaded, "load_weights")  # of the copies, because a cast can overflow
         if self.arch.qk_norm == "head":
             for weights in self.layers:
                 heads = (("q_norm", self.arch.num_heads), ("k_norm", self.arch.num_kv_heads))

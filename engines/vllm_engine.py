@@ -286,7 +286,7 @@ class VllmEngine(Engine):
                 group = held.setdefault(groups[name], {})
                 group[name] = self._cast(name, tensor)
                 if len(group) == sizes[groups[name]]:
-                    check_finite(held.pop(groups[name]))
+                    check_finite(held.pop(groups[name]), "load_weights")
                     yield from group.items()
                     if name == "model.embed_tokens.weight" and self.arch.tied_head:
                         yield "lm_head.weight", group[name]

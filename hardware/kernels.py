@@ -1,7 +1,7 @@
 """Operations with one meaning on all devices: by torch on a CPU or GPU, by torch_npu on an NPU.
 
-The CPU code has run. The CUDA code has not run. The NPU code has run on a stand-in for the kernels of torch_npu
-(tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/test_npu_schema.py).
+The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on a stand-in for the kernels of
+torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/test_npu_schema.py).
 
 With tensors without data, torch_npu accepts shapes and types that a device refuses. So the rules of the device are
 checked here, before each call. The checks read shapes and types only, so they do not wait for the device. The source of
@@ -147,6 +147,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() < 2 or weight.shape != x.shape[-1:]:
             raise _refused("npu_rms_norm", "x of 2 axes or more, a weight for each number of the last one", x, weight)
         return _npu().npu_rms_norm(x, weight, eps)[0]
+    if on_gpu(x.device) and x.dtype == weight.dtype:  # one kernel in place of seven
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     if x.dtype != torch.float32:
         wide = x.float()
         return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
@@ -292,8 +294,8 @@ def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seq
 def take(x: Tensor, places: Tensor) -> Tensor:
     """x[places], which may repeat a place.  (M, ...), (K,) -> (K, ...)
 
-    The gradients of a place are summed in a fixed order: on a GPU index_put_ sorts them, where the backward pass of
-    index_select adds in any order.
+    The gradients of a place are summed in fp32 and in a fixed order: on a GPU index_put_ sorts them, where the backward
+    pass of index_select adds in any order.
     """
     return _Take.apply(x, places) if on_gpu(x.device) else x.index_select(0, places)
 
@@ -306,8 +308,8 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.new_zeros(ctx.size, *grad.shape[1:])
-        return total.index_put_((ctx.places,), grad, accumulate=True), None
+        total = torch.zeros(ctx.size, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_put_((ctx.places,), grad.float(), accumulate=True).to(grad.dtype), None
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
