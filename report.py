@@ -1,4 +1,4 @@
-"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats, HTML pages.
+"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats, completions.
 
     python report.py add out/RUN [--id ID]      store a finished run as results/ID.parquet (its name by default)
     python report.py add out/bench_step.json    store a benchmark's file as results/bench_step.parquet
@@ -11,7 +11,7 @@
     python report.py compare A B [C ...]        compare records, groups of seeds or run folders
     python report.py compare out/sweep-NAME     compare the variants of a sweep with the first one, by seed
     python report.py plan                       the minimum detectable effect of a design, before it is run
-    python report.py html out/RUN               one page about a run, a sweep or a record (results/ID); no network
+    python report.py show out/RUN [--step N]    print the questions, completions and rewards of a step
 
 This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
 """
@@ -31,7 +31,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from config import command
 from engines.kinds import ENGINES
 from inputs.files import InputError, shown, write_atomically
-from lab import audit, comparisons, pages, run_page, store
+from lab import audit, comparisons, pages, show, store
 from lab.records import KINDS, Record, Run, file_of
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -81,9 +81,9 @@ VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
         "--comparisons": {"type": int, "default": 1, "help": "number of comparisons (the level is divided by it)"},
     }),
-    "html": ("write a page about a run, a record or a sweep", {
-        "folder": {"type": Path, "metavar": "out/RUN"},
-        "--output": {"type": Path, "help": "RUN/report.html by default, ID.html for a record"},
+    "show": ("print the questions, completions and rewards of a step", {
+        "run": {"type": Path, "metavar": "out/RUN"},
+        "--step": {"type": int, "metavar": "N", "help": "as on the console; by default the last one with completions"},
     }),
 }  # fmt: skip
 
@@ -320,9 +320,8 @@ def act(args: argparse.Namespace) -> int:
             print(f"{store.keep_weights(args.results, record, args.folder)}: kept")
         else:
             store.restore_weights(args.results, record, args.folder)
-    elif args.verb == "html":
-        place = args.folder / "report.html" if args.folder.exists() else Path(f"{args.folder.name}.html")
-        print(run_page.write(args.folder, args.output or place))
+    elif args.verb == "show":
+        print(show.show(args.run, args.step))
     else:
         return check(args.results, args.page, args.against)
     return 0

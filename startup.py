@@ -31,7 +31,7 @@ from engines.interface import Completion, Engine
 from inputs.check import Inputs, checkpoint_to_resume, introduction
 from inputs.files import disk_errors
 from knobs import Config
-from lab import run_page, trackers
+from lab import curves, trackers
 from learner import Learner
 from lora_megatron import Adapter
 from parallel_setup import Parallel
@@ -151,10 +151,10 @@ class Run:
         self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
         if self.parallel.rank == 0:
             try:
-                run_page.draw_curves(self.log.run_dir)
+                curves.draw_curves(self.log.run_dir)
             except ModuleNotFoundError as error:
                 self.log.say(f"curves.png not drawn: {error}")
-            self.log.say(f"{(run := self.log.run_dir)}/curves.png; a page about the run: python report.py html {run}")
+            self.log.say(f"{(run := self.log.run_dir)}/curves.png; completions of a step: python report.py show {run}")
 
 
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:

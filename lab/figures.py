@@ -1,4 +1,4 @@
-"""All plots: the PNG figures of RESULTS.md, and the curves of run_page.py.
+"""The PNG figures of RESULTS.md; lab/curves.py draws the curves of one run.
 
 A plot shows each run as a thin line and the running mean over the runs of a variant as a thick line. Evaluations are
 points without a line between them, because nothing was measured there. The pixels of a PNG depend on the version of
@@ -8,18 +8,15 @@ matplotlib and its fonts. So a figure is checked by the data that it was drawn f
 import hashlib
 import itertools
 import json
-import re
 import statistics
 from collections.abc import Callable
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from inputs.files import read_bytes, write_atomically
 from lab.records import Run
 
-LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
-SCHEDULES = {"aqn/sigma", "actor/lr"}  # not smoothed: these have no noise
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 FOUND, HARM, NEITHER = COLORS[0], COLORS[1], "#999999"  # what an interval shows: as meant, the opposite, nothing
 COLORS_OF_A_FIGURE = 64  # a picture takes a quarter of the space of one with all colours
@@ -46,29 +43,16 @@ def by_steps_done(key: str, values: Any) -> Any:
 
 def panel(axes: Any, key: str, lines: Curves, colors: dict[str, str]) -> None:
     """Draw one metric: a thin line for each run, and a thick running mean for each variant. Evaluations are points."""
-    import numpy
     import pandas
 
-    log = key in LOGARITHMIC and any(run.gt(0).any() for runs in lines.values() for run in runs)
     for name, runs in lines.items():
         table = pandas.concat(runs, axis=1)
-        table = table.where(table > 0) if log else table
-        mean, color = table.mean(axis=1), colors[name]
-        alone = mean.notna() & mean.shift().isna() & mean.shift(-1).isna()  # a line through one point is invisible
         if key.startswith("eval/"):
-            alone[:], mean = True, mean[:0]
+            axes.plot(table, color=colors[name], marker="o", ms=4, ls="", alpha=0.8)
         else:
-            axes.plot(table, color=color, lw=0.7, alpha=0.35)
-        window = 1 if key in SCHEDULES else max(1, len(table) // 20)
-        smooth = mean.rolling(window, center=True, min_periods=1).mean().where(mean.notna())
-        axes.plot(table[alone], color=color, marker="o", ms=4, ls="", alpha=0.8)
-        axes.plot(smooth, color=color, lw=2, label=name)
-    if log:  # whole decades, so that noise within one decade does not fill the panel
-        axes.set_yscale("log")
-        low, high = numpy.log10(axes.get_ylim())
-        axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
-        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0e}")
-        axes.yaxis.set_minor_formatter(lambda value, place: "")
+            smooth = table.mean(axis=1).rolling(max(1, len(table) // 20), center=True, min_periods=1).mean()
+            axes.plot(table, color=colors[name], lw=0.7, alpha=0.35)
+            axes.plot(smooth, color=colors[name], lw=2, label=name)
     finish(axes, key)
     axes.set_xlabel("steps done", fontsize=9)
     axes.locator_params(axis="x", integer=True)
@@ -80,24 +64,6 @@ def finish(axes: Any, label: str) -> None:
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def grid(metrics: dict[str, Curves], names: list[str]) -> Any:
-    """A figure with a panel for each metric, and a legend above."""
-    import matplotlib.figure
-    import matplotlib.lines
-
-    count = len(metrics)
-    columns = 2 if count in (2, 4) else 3
-    rows = -(-count // columns)
-    figure = matplotlib.figure.Figure(figsize=(4 * columns, 2.9 * rows), layout="constrained")
-    colors = dict(zip(names, itertools.cycle(COLORS), strict=False))
-    for place, (key, lines) in enumerate(metrics.items(), 1):
-        panel(figure.add_subplot(rows, columns, place), key, lines, colors)
-    if len(names) > 1:
-        handles = [matplotlib.lines.Line2D([], [], color=colors[name], lw=2, label=name) for name in names]
-        figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8, alignment="left")
-    return figure
 
 
 # --------------------------------------------------------------------------------------------------------- PNG figures
@@ -114,8 +80,8 @@ def learning_curve(name: str, groups: dict[str, list[Run]]) -> Any:
         panel(axes, key, curves({name: runs}, key), {name: color})
     labels = {
         "training reward, one seed": axes.lines[0],
-        "training reward, running mean": axes.lines[2 * len(runs)],
-        "held-out accuracy, one seed": axes.lines[-2],
+        "training reward, running mean": axes.lines[len(runs)],
+        "held-out accuracy, one seed": axes.lines[-1],
     }
     axes.legend(labels.values(), labels, frameon=False, loc="lower right", fontsize=9)
     axes.set_title(
@@ -201,20 +167,3 @@ def _read(path: Path) -> tuple[str, bytes]:
             return str(image.info.get("Description", "")), image.convert("RGB").tobytes()
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
         return "", b""
-
-
-def svg(metrics: dict[str, Curves]) -> str:
-    """One inline SVG with a panel for each metric. It refers to nothing outside of itself."""
-    names = list(dict.fromkeys(name for lines in metrics.values() for name in lines))
-    return inline(lambda: grid(metrics, names))
-
-
-def inline(draw: Callable[[], Any]) -> str:
-    import matplotlib
-
-    text = StringIO()
-    # Run folders give the names: a "$" in them does not begin a formula. Texts stay texts in the SVG.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False}):
-        draw().savefig(text, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
-    drawn = text.getvalue()
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawn[drawn.index("<svg") :]).replace("xlink:href", "href")

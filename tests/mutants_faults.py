@@ -16,7 +16,6 @@ from typing import NamedTuple
 IN_A_FILE = 4
 # These files go (DESIGN.md, "Less"), so nothing is drawn in them. A line whose file is gone has no effect.
 GOES = {
-    "lab/run_page.py": "no HTML pages",
     "lab/audit.py": "no audits of history and announcements",
     "docs/draw_pictures.py": "no drawn picture of imports",
     "benchmarks/check_ascend.py": "pytest's last line says the same",

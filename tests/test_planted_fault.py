@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planted_fault
 from planted_fault import FAULTS
 
-from lab import run_page
+from lab import curves
 
 
 def right_and_wrong(name: str) -> tuple[Callable, Callable]:
@@ -82,7 +82,7 @@ def train(folder: Path, *script: str, bits: int = 3) -> tuple[str, str, list[dic
         "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
         "checks.off=[logp_gap, adapters]", f"train.out_dir={folder / f'{script[-1]}{bits}'}",
     ]  # fmt: skip
-    log, no_curves = folder / f"{script[-1]}{bits}.log", instead(run_page, "draw_curves", lambda *_: None)
+    log, no_curves = folder / f"{script[-1]}{bits}.log", instead(curves, "draw_curves", lambda *_: None)
     code, text = agents.start(1, *script, *given, log=log, plant=no_curves, light=False).end()
     assert code == 0, text
     (run,) = (folder / f"{script[-1]}{bits}").glob("x-*")

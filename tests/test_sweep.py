@@ -24,7 +24,7 @@ from killed import in_child, must_succeed
 import preflight
 import runlog
 import sweep
-from lab import run_folders, run_page
+from lab import curves, run_folders
 from run_record import checksums
 
 CONFIG = f"""
@@ -288,7 +288,7 @@ def forked_sweep(path: Path, killed: str = "") -> int:
 
     def start_job(name: str, arguments: list[str], processes: int, folder: Path, device: str) -> SimpleNamespace:
         def plant(patch: pytest.MonkeyPatch) -> None:
-            patch.setattr(run_page, "draw_curves", lambda *_: None)
+            patch.setattr(curves, "draw_curves", lambda *_: None)
             if name == killed:
                 apart.arm(patch, [(runlog.RunLog, "log_step", 3)], kill_all)
 

@@ -28,7 +28,7 @@ from inputs import check
 from inputs.files import InputError, read_tensors
 from inputs.scoring import Scorer
 from knobs import Config
-from lab import run_page
+from lab import curves
 from learner import Learner
 from runlog import Heartbeat
 from tripwires import Tripped
@@ -126,7 +126,7 @@ def lighten(lenient: bool = True) -> None:
     """Make runs cheaper in this forked process: no figures, only the inputs recorded, a lenient reward if asked."""
     if lenient:
         reward_gsm8k.score = lenient_score
-    run_page.draw_curves, runlog.write_records = lambda *args: None, record_inputs
+    curves.draw_curves, runlog.write_records = lambda *args: None, record_inputs
 
 
 def record_inputs(folder: Path, cfg: Config, *_: object) -> None:

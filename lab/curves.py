@@ -1,0 +1,79 @@
+"""The curves of a run as curves.png in its folder: accuracies, rewards and other metrics over the steps done.
+
+The training draws them at its end. A panel shows a metric as a thin line and its running mean as a thick line.
+Evaluations are points without a line between them, because nothing was measured there.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from run_record import read_lines
+
+METRICS = (
+    "reward/mean", "actor/kl_loss", "actor/entropy", "rollout/logp_gap_mean", "response_length/mean", "actor/grad_norm",
+    "reward/unparsable_frac", "reward/equal_groups", "aqn/sigma", "timing/step_s", "perf/tokens_per_s",
+    "perf/peak_rss_gib",
+)  # fmt: skip
+LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
+COLUMNS = 3
+COLOR = "#0072b2"
+Curve = dict[int, float]  # number of steps done -> value
+
+
+def draw_curves(run: Path) -> None:
+    """Write curves.png. A dotted red line marks a step whose value is not finite."""
+    import matplotlib.figure
+
+    curves = read_curves(run)
+    rows = math.ceil(len(curves) / COLUMNS)
+    figure = matplotlib.figure.Figure(figsize=(4 * COLUMNS, 2.9 * rows), layout="constrained")
+    for place, (key, curve) in enumerate(curves.items(), 1):
+        draw_panel(figure.add_subplot(rows, COLUMNS, place), key, curve)
+    figure.savefig(run / "curves.png", dpi=110)
+
+
+def read_curves(run: Path) -> dict[str, Curve]:
+    """The accuracies, then those of METRICS that the run has; NaN for a value that is not finite."""
+    curves: dict[str, Curve] = {}
+    for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
+        for line in read_lines(run / name):
+            for key, value in line.items():
+                if key in METRICS or key.endswith("_accuracy"):
+                    curve = curves.setdefault(key, {})
+                    curve[line["step"]] = math.nan if value is None else value
+    accuracies = sorted(key for key in curves if key.endswith("_accuracy"))
+    others = [key for key in METRICS if key in curves]
+    return {key: curves[key] for key in accuracies + others}
+
+
+def draw_panel(axes: Any, key: str, curve: Curve) -> None:
+    """Draw one metric. A step without a value is a gap in the line, and a value between two gaps is a point."""
+    import numpy
+    import pandas
+
+    measured = pandas.Series(curve, dtype=float)
+    for step in measured.index[measured.isna()]:
+        axes.axvline(step, color="red", lw=1, ls=":")
+    logarithmic = key in LOGARITHMIC and (measured > 0).any()
+    if logarithmic:
+        measured = measured.where(measured > 0)
+    if key.endswith("_accuracy"):
+        points = measured
+    else:
+        values = measured.reindex(range(measured.index[0], measured.index[-1] + 1))
+        smooth = values.rolling(max(1, len(values) // 20), center=True, min_periods=1).mean().where(values.notna())
+        axes.plot(values, color=COLOR, lw=0.7, alpha=0.35)
+        axes.plot(smooth, color=COLOR, lw=2)
+        points = values[values.shift().isna() & values.shift(-1).isna()]
+    axes.plot(points, color=COLOR, marker="o", ms=4, ls="", alpha=0.8)
+    if logarithmic:  # whole decades, so that noise within one decade does not fill the panel
+        axes.set_yscale("log")
+        low, high = numpy.log10(axes.get_ylim())
+        axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
+    axes.set_ylabel(key, fontsize=9)
+    axes.set_xlabel("steps done", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.locator_params(axis="x", integer=True)

@@ -1,0 +1,43 @@
+"""The completions of a step of a run as text: questions, gold answers, rewards and what the model wrote.
+
+    python report.py show out/RUN [--step N]      the last step that has completions, or step N
+
+They are those of completions.jsonl in the run's folder; train.completions_logged says how many a step has.
+"""
+
+from pathlib import Path
+
+from inputs.files import InputError
+from run_record import read_lines
+
+
+def show(run: Path, step: int | None = None) -> str:
+    """The completions of ``step``, by default of the last step that has any. InputError if there are none."""
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such folder; needed: the folder of a run, out/NAME-YYYYMMDD-HHMMSS")
+    path = run / "completions.jsonl"
+    rows = read_lines(path)
+    if not rows:
+        raise InputError(f"{path}: found no completions; needed: a run with train.completions_logged of 1 or more")
+    steps = {row["step"] for row in rows}
+    if step is None:
+        step = max(steps)
+    if step not in steps:
+        raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
+    lines = [f"{run.name}, step {step}"]
+    question = None
+    for row in rows:
+        if row["step"] != step:
+            continue
+        if row.get("question") != question:
+            question = row.get("question")
+            lines += ["", f"question: {question}"]
+            if "gold" in row:
+                lines += [f"gold answer: {row['gold']}"]
+        lines += ["", f"--- reward {row.get('reward')}, {row.get('tokens')} tokens", str(row.get("completion"))]
+    return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters as escapes: a model may write what changes the state of a terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
