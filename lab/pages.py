@@ -1,8 +1,8 @@
-"""RESULTS.md, results/README.md and three pages of docs/: what is generated of them follows from records and knobs.py.
+"""RESULTS.md, results/README.md and two pages of docs/: what is generated of them follows from records and knobs.py.
 
 RESULTS.md holds the findings, the comparisons and the benchmarks. results/README.md holds the tables of variants and
-runs, docs/benchmark.md the comparisons of methods, docs/npu.md the checks without an NPU, and docs/checks.md the checks
-of a running job. Text outside the two marker lines is written by hand and stays as it is. This file needs no torch.
+runs, docs/benchmark.md the comparisons of methods, and docs/checks.md the checks of a running job. Text outside the two
+marker lines is written by hand and stays as it is. This file needs no torch.
 """
 
 import difflib
@@ -279,22 +279,6 @@ def run_row(run: Run) -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- docs/npu.md
-
-
-def npu_page(results: Path) -> str:
-    """The generated part of docs/npu.md and npu.zh.md: the newest record of each check (benchmarks/check_ascend.py)."""
-    rows = []
-    for measured in benchmarks_by_script(results).values():
-        record_id, newest = [*measured.items()][-1]
-        check = newest.measured
-        for versions, totals in check["totals"].items() if "check" in check else ():
-            tests = ", ".join(f"{number} {outcome}" for outcome, number in totals.items() if number)
-            about = {"check": check["check"], "what was executed": check["shows"], "versions": versions, "tests": tests}
-            rows.append(about | {"record": f"{record_id}, {check['date']}, commit `{newest.commit[:7]}`"})
-    return table(rows) if rows else "No record yet."
-
-
 # ------------------------------------------------------------------------------------------------------- docs/checks.md
 
 
@@ -344,8 +328,6 @@ def _wanted(results: Path, page: Path) -> tuple[dict[Path, str], figures.Wanted]
     generated = {
         page: results_page(groups, plan, ready, pictures),
         results / "README.md": records_page(groups, plan, ready, results),
-        page.parent / "docs" / "npu.md": npu_page(results),
-        page.parent / "docs" / "npu.zh.md": npu_page(results),
         page.parent / "docs" / "benchmark.md": announced.page(ready, groups),
         page.parent / "docs" / "checks.md": checks_page(),
     }

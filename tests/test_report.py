@@ -135,31 +135,6 @@ def test_a_page_shows_a_benchmark_as_it_was_printed_and_links_those_before(place
     assert kept.model_dump(exclude={"place"}) == recorded.BENCHMARK
 
 
-def test_the_table_of_checks_has_the_newest_record_of_each_check(places: list[str], tmp_path: Path, capsys) -> None:
-    """Each check has its own newest record, although one script writes them all; another benchmark is no check."""
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "npu.md"
-    page.write_text(TEXT.format(pages.BEGIN, pages.END))
-    for check, commit, totals in (
-        ("one", "a", {"A 1": {"passed": 2, "failed": 1, "skipped": 0}}),
-        ("two", "a", {"C 5": {"passed": 9, "failed": 0, "skipped": 0}}),
-        ("one", "b", {"A 2": {"passed": 3, "failed": 0, "skipped": 4}, "B 7": {"passed": 5}}),
-    ):
-        measured = {"check": check, "shows": f"what {check} runs", "date": "2026-11-22", "totals": totals}
-        command = f"python benchmarks/check_ascend.py {check} DIR"
-        content = recorded.BENCHMARK | {"command": command, "commit": commit * 40, "measured": measured}
-        (tmp_path / f"{check}.json").write_text(json.dumps(content))
-        assert run(*places, "add", str(tmp_path / f"{check}.json")) == 0
-    assert run(*places, "--check") == 1 and "npu.md: stale" in capsys.readouterr().err
-    assert run(*places, "build") == 0
-    record = "one-2, 2026-11-22, commit `bbbbbbb`"
-    assert [line for line in page.read_text().splitlines() if line.startswith("| ")][2:] == [
-        f"| one | what one runs | A 2 | 3 passed, 4 skipped | {record} |",
-        f"| one | what one runs | B 7 | 5 passed | {record} |",
-        "| two | what two runs | C 5 | 9 passed | two, 2026-11-22, commit `aaaaaaa` |",
-    ]
-
-
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
