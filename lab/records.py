@@ -1,307 +1,339 @@
-"""What a record of a finished run says, and how its results follow from the rows of its steps.
+"""Records of finished runs: results/<name>.parquet, one file a sweep, written once and never changed.
 
-A record has two parts. `Record` says what ran, on which machine, by which command, and gives the main results. The
-rows, one per step, hold metrics, times, evaluations, and which answers were right. lab/store.py keeps both in results/.
+A run has one row a step: the evaluation after ``step`` steps, and the metrics of the step that follows it. Its first
+row also says how it was made, in the columns record/*; lists and mappings are JSON texts. What was changed or taken
+away shows in git (report.py --check). This needs no torch.
 """
 
+import hashlib
+import itertools
 import json
 import re
-import statistics
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from config import MAY_CHANGE, flatten
+from inputs.files import (
+    InputError,
+    finish_folder,
+    first_names,
+    fresh_folder,
+    read_file,
+    read_object,
+    read_text,
+    shown,
+    write_atomically,
+)
+from run_record import checksums, read_lines, variant_name
 
-from config import hash_of
-from inputs.files import InputError, shown
-from run_record import variant_name, wilson
+if TYPE_CHECKING:
+    import pandas
 
-VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # prefixes of packages that results depend on
-AXES = ("tensor", "expert", "expert_tensor")
-OF_TRAINING = {"reward": "reward/mean", "repeated": "rollout/repeated_frac"}  # kind of outcome -> metric of each step
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
-GOLD, MARKS = "eval/gold", {"greedy": "eval/greedy_right", "sampled": "eval/sampled_right"}
-RIGHT, WRONG = "+", "-"
-KINDS = (*MARKS, "curve", *OF_TRAINING)  # of outcomes, see `scores`
-Score = Annotated[float, Field(ge=0, le=1, multiple_of=1)]
-Content = TypeVar("Content", bound=BaseModel)
+PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
+# Settings that differ between the seeds of a variant, and settings that do not change the result.
+SEEDS = {"name", "train.seed", "tiny_model.seed", "data.seed"}
+BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
+STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, with two exceptions: diagnostics of its machine
+EXCEPTIONS = {"timing/step_s", "sync/probe_gap"}
+WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
 
 
-class Part(BaseModel):
-    """A part of a stored file. Missing fields, unknown fields and values of another type are errors."""
+class Record(NamedTuple):
+    """How a run was made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Answers(Part):
-    """A line of eval_outcomes.jsonl: the scores of the answers to a question, 1 for right and 0 for wrong."""
-
-    model_config = ConfigDict(extra="ignore")
-    step: int
-    set: str = ""  # of eval.sets; "" for the main one
-    question: int
-    gold: str
-    greedy: Score
-    sampled: list[Score]
-
-
-class Completion(Part):
-    """A line of completions.jsonl."""
-
-    model_config = ConfigDict(extra="ignore")
-    question: str
-    gold: str
-    completion: str
-    reward: float
-    tokens: int
-
-
-class Share(Part):
-    accuracy: float = Field(ge=0, le=1, description="mean score over questions and answers")
-    low: float = Field(description="95 % Wilson interval over the questions")
-    high: float
-
-
-class Evaluation(Part):
-    step: int = Field(ge=0, description="number of finished steps")
-    num_questions: int = Field(ge=1)
-    samples: int = Field(ge=0, description="sampled answers per question; 0: greedy only")
-    greedy: Share
-    sampled: Share | None
-
-    @property
-    def kind(self) -> str:
-        """sampled or greedy: the accuracy to report, sampled where there is one."""
-        return "sampled" if self.sampled else "greedy"
-
-
-class Inputs(Part):
-    model: dict[str, str] = Field(min_length=1, description="file of the model's folder -> sha256")
-    data: dict[str, str] = Field(description="train and test -> sha256; empty: generated from the configuration")
-    functions: dict[str, str] = Field({}, description="key and file of a function of FILE.py:NAME -> sha256")
-
-
-class Environment(Part):
-    """environment.json, which run_record.py writes, in the order of its keys."""
-
-    model_config = ConfigDict(extra="allow")
-    python: str
-    packages: dict[str, str]
-    platform: str
-    cpu: str
-    cores: int | None
-    cores_usable: int
-    memory_gib: float
-    world_size: int = Field(ge=1, description="number of ranks")
-    variables: dict[str, str] = Field(description="environment variables that change results or speed")
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of the packages that results depend on."""
-        return {name: version for name, version in self.packages.items() if name.startswith(VERSIONS)}
-
-
-class Record(Part):
-    """What the row of step 0 holds beside the metrics, in the columns record/*."""
-
-    schema_version: int = Field(3, ge=3, le=3)
-    id: str = Field(pattern=f"^{ID}$")
-    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
-    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$", description="when the run began")
-    command: str = Field(min_length=1)
-    result: str = Field(description="the last line that the run printed")
-    checks_fired: dict[str, str] = Field(description="check -> its first warning")
+    id: str
     seed: int
-    device: str = Field(pattern="^(cpu|cuda|npu)$", description="as the configuration names it; not auto")
-    layout: dict[str, int] = Field(description="number of ranks, and the parallel sizes")
-    steps: int = Field(ge=1)
-    first: Evaluation
-    last: Evaluation
-    seconds_per_step: float = Field(gt=0, description="median over steps, without evaluations")
-    tokens_per_second: float = Field(ge=0, description="median over steps: generated tokens / time of the whole step")
-    peak_memory_gib: float = Field(gt=0, description="largest resident memory of rank 0's process")
-    first_step: int = Field(0, ge=0, le=1, description="number of the first step in the files; before version 0.2: 0")
-    resumed: int = Field(ge=0, description="how often the run was stopped and resumed")
-    config_hash: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the settings that change the result, config.py")
-    config: dict[str, Any] = Field(description="the complete configuration, as in config.yaml")
-    inputs: Inputs
-    environment: Environment
-    files: dict[str, str] = Field(description="file of the run's folder -> sha256, computed when the run ended")
+    commit: str
+    date: str  # of its start, YYYY-MM-DD
+    command: str
+    result: str  # the last line that it printed
+    checks: dict[str, str]  # check -> its first warning
+    resumed: int
+    config_hash: str
+    config: dict[str, Any]
+    inputs: dict[str, dict[str, str]]  # model and data: file -> sha256
+    environment: dict[str, Any]
+    files: dict[str, str]  # file of the run's folder -> sha256
 
-    @cached_property
-    def group(self) -> str:
-        """The variant: the id without its seed."""
+    @property
+    def variant(self) -> str:
+        """The id without its seed."""
         return variant_name(self.id)
 
-    @cached_property
+    @property
+    def ranks(self) -> int:
+        return self.environment["world_size"]
+
+    @property
     def fault(self) -> str:
-        """The fault that was planted into the run on purpose; empty for any other run."""
-        return planted_fault(self.command)
+        """The fault that was planted into the run on purpose (benchmarks/planted_fault.py); empty for any other run."""
+        found = re.search(r"\bplanted_fault\.py (\w+)", self.command)
+        return found[1] if found else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all seeds of a variant share."""
+        dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in self.config else set())
+        own = {key: value for key, value in flatten(self.config).items() if key not in dropped}
+        return own | {"ranks": self.ranks} | ({"planted fault": self.fault} if self.fault else {})
 
 
-def planted_fault(command: str) -> str:
-    """The fault with which a command trains on purpose (benchmarks/planted_fault.py); empty for any other command."""
-    found = re.search(r"\bplanted_fault\.py (\w+)", command)
-    return found[1] if found else ""
-
-
-class Benchmark(Part):
-    """A file that benchmarks/bench_cases.py writes."""
-
-    place: int = Field(0, ge=0, description="number of benchmarks that were there when it was added")
-    about: str = Field(min_length=1, description="what was measured, a sentence")
-    command: str = Field(min_length=1)
-    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
-    dirty: bool = Field(description="whether the tree had changes that are in no commit")
-    machine: dict[str, Any]
-    table: list[dict[str, str | int | float]] = Field(min_length=1, description="rows of equal keys, as printed")
-    measured: dict[str, Any] = Field(description="the measurements behind the table")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: its record and its steps, read from results/ or from the run's own folder."""
+class Run(NamedTuple):
+    """A finished run: its record, and a row for each step."""
 
     record: Record
-    rows: list[dict[str, Any]]  # one per step, as merged() describes them
-
-    @cached_property
-    def steps(self) -> Any:
-        """The rows as a pandas.DataFrame, indexed by step."""
-        import pandas
-
-        return pandas.DataFrame(self.rows).set_index("step")
+    rows: list[dict[str, Any]]
 
 
-# --------------------------------------------------------------------------------------------------- the rows of a run
+# ------------------------------------------------------------------------------------------------- the folder of a run
 
 
-@cache
-def file_of(key: str) -> str:
-    """The file of a run's folder that holds this key of a row."""
-    if key.startswith("eval/") and "eval/" + key.rpartition("/")[2] in (GOLD, *MARKS.values()):
-        return "eval_outcomes.jsonl"
-    section = key.split("/")[0]
-    return {**dict.fromkeys(("timing", "perf", "samplers"), "timing.jsonl"), "eval": "eval.jsonl"}.get(
-        section, "metrics.jsonl"
-    )
+def read_run(folder: Path, name: str = "", to_keep: bool = True) -> Run:
+    """The finished run in ``folder``. InputError if it has not ended or was altered afterwards.
 
-
-def of_set(key: str, name: str) -> str:
-    """The key of a set of eval.sets for that of the main set, whose ``name`` is ""."""
-    return f"eval/{name}/{key.removeprefix('eval/')}" if name else key
-
-
-def unmerged(rows: list[dict[str, Any]], first: int) -> dict[str, str]:
-    """The inverse of merged: the files of a run's folder with its numbers. ``first``: the number of the first step."""
-    texts = dict.fromkeys(("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl"), "")
-    for row in rows:
-        for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
-            line = {key: row[key] for key in row if file_of(key) == name and key not in ("step", "completions")}
-            step = row["step"] + (0 if name == "eval.jsonl" else first)
-            texts[name] += json.dumps({"step": step, **line}) + "\n" if line else ""
-        greedy_key = MARKS["greedy"].removeprefix("eval")
-        for name in [key[len("eval") : -len(greedy_key)].lstrip("/") for key in row if key.endswith(greedy_key)]:
-            greedy, sampled = (row[of_set(key, name)] for key in MARKS.values())
-            count = len(sampled) // max(len(greedy), 1)
-            for place, answer in enumerate(greedy):
-                samples = [float(mark == RIGHT) for mark in sampled[place * count : (place + 1) * count]]
-                line = {"step": row["step"], **({"set": name} if name else {})}
-                line |= {"question": place, "gold": rows[0][of_set(GOLD, name)][place]}
-                line |= {"greedy": float(answer == RIGHT), "sampled": samples}
-                texts["eval_outcomes.jsonl"] += json.dumps(line) + "\n"
-    return texts
-
-
-def evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """The row with the evaluation after ``step`` steps; InputError when there is none."""
-    for row in rows:
-        if row["step"] == step and "eval/num_questions" in row:
-            return row
-    raise InputError(f"eval.jsonl: 0 evaluations after step {step}; needed: one")
-
-
-def scores(run: Run, kind: str, step: int | None = None) -> np.ndarray:
-    """Score of each question after ``step`` steps (the last by default), the mean of its answers.  -> (n,)
-
-    ``kind`` curve: the mean of the sampled score over all evaluations after the first step.  -> (n,)
-    ``kind`` reward, repeated: the mean over all steps of the training reward, or of the share of completions that
-    repeat an earlier one of their group.  -> (1,)
+    ``to_keep``: also unless it is one of one clean commit, whose text names no private path. Otherwise a checksum of
+    the changed source stands for the commit. ``name``: the id in place of the run's own name.
     """
-    if metric := OF_TRAINING.get(kind):
-        if metric not in run.steps:
-            raise InputError(f"{run.record.id}: no {metric}, which was not measured yet; needed: newer runs")
-        return np.array([run.steps[metric].mean()])
-    if kind == "curve":
-        return np.mean([scores(run, "sampled", each) for each in evaluated(run)], axis=0)
-    row = evaluation(run.rows, run.record.steps if step is None else step)
-    if not row[MARKS[kind]]:
-        raise InputError(f"{run.record.id}: no {kind} answers (eval.samples is 0); there are: greedy")
-    return shares_right(row[MARKS[kind]], len(row[MARKS["greedy"]]))
-
-
-def evaluated(run: Run) -> list[int]:
-    """The numbers of steps after which the run was evaluated, without the evaluation before the first."""
-    return [row["step"] for row in run.rows if row["step"] > 0 and "eval/num_questions" in row]
-
-
-def shares_right(marks: str, questions: int) -> np.ndarray:
-    """Share of right answers of each question, from the marks of all answers.  -> (questions,)"""
-    return np.array([mark == RIGHT for mark in marks], dtype=float).reshape(questions, -1).mean(1)
-
-
-def _evaluation(rows: list[dict[str, Any]], step: int) -> Evaluation:
-    """The evaluation after ``step`` steps; InputError if its summary and the marks of its answers disagree."""
-    row = evaluation(rows, step)
-    n, samples = row["eval/num_questions"], row["eval/samples"]
-    shares: dict[str, Share | None] = {"sampled": None}
-    for kind, answers in (("greedy", n), ("sampled", n * samples)):
-        marks, stated = row[MARKS[kind]], row.get(f"eval/{kind}_accuracy", 0.0)
-        accuracy = marks.count(RIGHT) / max(len(marks), 1)
-        if len(marks) != answers or abs(accuracy - stated) > 1e-6:
-            raise InputError(
-                f"eval.jsonl: step {step}: {kind} accuracy {stated} of {n} questions, "
-                f"but the outcomes give {accuracy} of {len(marks)}"
-            )
-        if answers:
-            low, high = wilson(accuracy, n)
-            shares[kind] = Share(accuracy=accuracy, low=low, high=high)
-    return Evaluation(step=step, num_questions=n, samples=samples, **shares)
-
-
-def summary(rows: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The fields of a record that follow from its rows."""
-    for name, key in (("metrics", "reward/mean"), ("timing", "timing/step_s")):
-        if (found := [row["step"] for row in rows if key in row]) != list(range(steps)):
-            raise InputError(f"{name}.jsonl: {len(found)} steps; needed: {steps}, one line each")
-    return {
-        "first": _evaluation(rows, 0),
-        "last": _evaluation(rows, steps),
-        "seconds_per_step": statistics.median(row["timing/step_s"] for row in rows[:steps]),
-        "tokens_per_second": statistics.median(row["perf/tokens_per_s"] for row in rows[:steps]),
-        "peak_memory_gib": max(row["perf/peak_rss_gib"] for row in rows[:steps]),
-    }
-
-
-def stated(config: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The fields of a record that follow from its configuration and the number of ranks."""
-    return {
-        "config_hash": hash_of(config),
-        "seed": config["train"]["seed"],
-        "device": config["device"],
-        "layout": {"ranks": ranks} | {axis: config["parallel"].get(axis, 1) for axis in AXES},
-        "steps": config["train"]["steps"],
-    }
-
-
-def validated(model: type[Content], content: Any, where: str | Path) -> Content:
-    """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
+    if not (folder / "finished.json").exists():
+        raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
+    finished, found = read_object(folder / "finished.json", ("sha256",)), checksums(folder)
+    if changed := sorted({file for file, _ in found.items() ^ finished["sha256"].items()}):
+        raise InputError(f"{folder / changed[0]}: missing, altered or added: not the sha256 in finished.json")
+    starts = [folder, *sorted(folder.glob("resume-*"))]
+    git, inputs = ([read_object(start / file) for start in starts] for file in ("git.json", "inputs.json"))
+    for start, *origin in zip(starts, git, inputs, strict=True):
+        if origin != [git[0], inputs[0]]:
+            raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
+    clean, commit = git[0].get("dirty") is False, str(git[0].get("commit"))
+    if to_keep and not clean:
+        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
     try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, fault["loc"])) or "all of it"
-        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
+        config = read_file(folder / "config.yaml")
+        record = Record(
+            id=name or str(config["name"]),
+            seed=config["train"]["seed"],
+            commit=commit if clean else hashlib.sha1((commit + read_text(folder / "git.patch")).encode()).hexdigest(),
+            date=_date(folder),
+            command=read_text(folder / "command.txt").strip(),
+            result=finished.get("result", ""),
+            checks=finished.get("checks", {}),
+            resumed=len(starts) - 1,
+            config_hash=read_object(folder / "run.json")["config_hash"],
+            config=config,
+            inputs=inputs[0],
+            environment=read_object(folder / "environment.json", ("world_size",)),
+            files=finished["sha256"],
+        )
+        run = Run(record, _rows(folder))
+    except (LookupError, TypeError, ValueError) as error:
+        raise (
+            error
+            if isinstance(error, InputError)
+            else InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error!r}")
+        ) from None
+    if to_keep and (private := PRIVATE.search(json.dumps(record))):
+        raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
+    return run
+
+
+def _date(folder: Path) -> str:
+    """The day in the name of a run's folder, NAME-YYYYMMDD-HHMMSS."""
+    found = re.search(r"-(\d{4})(\d\d)(\d\d)-\d{6}(-\d+)?$", folder.resolve().name)
+    if not found:
+        raise InputError(f"{folder}: found another name than the run's own; needed: NAME-YYYYMMDD-HHMMSS")
+    return "-".join(found.groups()[:3])
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """A row for each step, and one for the last evaluation; of the completions, those of the first and last step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
+        for line in read_lines(folder / f"{file}.jsonl"):
+            kept = {key: x for key, x in line.items() if key in EXCEPTIONS or not key.startswith(STAYS_BEHIND)}
+            rows.setdefault(step := line["step"] - before, {}).update(kept, step=step)
+    completions = read_lines(folder / "completions.jsonl")
+    for line in completions:
+        if line["step"] in (completions[0]["step"], completions[-1]["step"]):
+            said = {key: value for key, value in line.items() if key != "step"}
+            rows[line["step"] - 1].setdefault("completions", []).append(said)
+    return [rows[step] for step in sorted(rows)]
+
+
+# -------------------------------------------------------------------------------------------------------- the results
+
+
+def load(results: Path) -> "pandas.DataFrame":
+    """All rows of all records, with the columns `variant` and `seed`."""
+    import pandas
+
+    tables = [read_table(path) for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
+    if not tables:
+        raise InputError(f"{results}: no record; needed: what report.py add writes")
+    steps = pandas.concat(tables, ignore_index=True)
+    seeds = steps.set_index("id")["record/seed"].dropna().astype(int)
+    if not seeds.index.is_unique:
+        raise InputError(f"{results}: {seeds.index[seeds.index.duplicated()][0]}: two records have this id")
+    return steps.assign(variant=steps["id"].map(variant_name), seed=steps["id"].map(seeds))
+
+
+def frame(runs: list[Run]) -> "pandas.DataFrame":
+    """The rows of these runs, with the columns of `load` that a comparison reads."""
+    import pandas
+
+    about = [{"id": run.record.id, "variant": run.record.variant, "seed": run.record.seed} for run in runs]
+    return pandas.DataFrame([one | row for one, run in zip(about, runs, strict=True) for row in run.rows])
+
+
+def of_sweep(folder: Path) -> list[Run]:
+    """The finished runs of a sweep's folder, in the order of its file; no record is made of them."""
+    jobs = read_object(folder / "sweep.json", ("jobs",))["jobs"]
+    done = {name: job for name, job in jobs.items() if job["state"] == "finished"}
+    if not done:
+        raise InputError(f"{folder}: no finished run; needed: a sweep that has run")
+    return [read_run(folder.parent / Path(job["run"]).name, name, to_keep=False) for name, job in done.items()]
+
+
+def read_table(path: Path) -> "pandas.DataFrame":
+    """A file of records; InputError for another file."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        # Threads of pyarrow that live until the end of the process may abort it there, with exit code 134.
+        read = parquet.ParquetFile(path, pre_buffer=False).read(use_threads=False)
+        table = read.to_pandas(use_threads=False)
+        table[["id", "step", *(f"record/{field}" for field in Record._fields if field != "id")]]  # all are there
+    except (ArrowException, OSError, ValueError, LookupError) as error:
+        raise InputError(f"{path}: cannot be read: {str(error)[:200]}; needed: what report.py add writes") from None
+    return table
+
+
+def load_records(results: Path) -> dict[str, Record]:
+    """id -> record."""
+    steps = load(results)
+    first = steps[steps["record/commit"].notna()]
+    return {
+        row["id"]: Record(row["id"], *(_value(row[f"record/{field}"]) for field in Record._fields[1:]))
+        for row in first.to_dict("records")
+    }
+
+
+def _value(stored: Any) -> Any:
+    """A field of a record, which is a mapping if its text begins as one."""
+    if isinstance(stored, str):
+        return json.loads(stored) if stored.startswith("{") else stored
+    return int(stored)
+
+
+def load_record(results: Path, name: str) -> Record:
+    """One record; InputError when it is missing."""
+    records = load_records(results)
+    if name not in records:
+        raise InputError(f"{results}: {name}: no such record; there are: {first_names(records)}")
+    return records[name]
+
+
+def clash(record: Record, others: Iterable[Record]) -> str:
+    """What one of the other records contradicts in ``record``, a sentence; empty if they can stand together."""
+    for other in others:
+        # A fault that is planted into evaluations changes only those.
+        compared = ["metrics.jsonl", *(["eval_outcomes.jsonl"] if record.fault != other.fault else [])]
+        if all(other.files.get(file) == record.files.get(file) for file in compared):
+            return f"its metrics are those of {other.id}; needed: a run of its own"
+        if other.id == record.id:
+            return "there is a record of this id; records are never replaced; needed: another id (--id)"
+        if other.variant == record.variant and (changed := differing(other, record)):
+            return f"no seed of {record.variant}: {'; '.join(changed)}; needed: another id (--id)"
+        if other.variant == record.variant and other.seed == record.seed:
+            return f"seed {record.seed} of {record.variant} is there: {other.id}"
+    return ""
+
+
+def differing(first: Record, second: Record) -> list[str]:
+    """One "key: value -> value" for each setting in which two variants differ."""
+    a, b = first.settings, second.settings
+    return [f"{key}: {shown(a.get(key))} -> {shown(b.get(key))}" for key in {**a, **b} if a.get(key) != b.get(key)]
+
+
+def add(folders: list[Path], results: Path, name: str = "") -> Path:
+    """Write the runs in ``folders`` to results/<name>.parquet, which must be new.  -> the file
+
+    The name is that of the only run by default. InputError, and nothing is written, for a run that may not become a
+    record (`read_run`), and for one that contradicts another record (`clash`).
+    """
+    runs = [read_run(folder) for folder in folders]
+    name = name or (runs[0].record.id if len(runs) == 1 else "")
+    target = results / f"{name}.parquet"
+    if not re.fullmatch(ID, name):
+        raise InputError(f"--id: found {name!r}; needed: a name for {len(runs)} runs: letters, digits, . _ and -")
+    if target.exists():
+        raise InputError(f"{target}: exists; records are never replaced; needed: another name (--id)")
+    there = list(load_records(results).values()) if any(results.glob("[!.]*.parquet")) else []
+    for run in runs:
+        if fault := clash(run.record, there):
+            raise InputError(f"{run.record.id}: {fault}")
+        there.append(run.record)
+    write_table(target, runs)
+    return target
+
+
+def write_table(target: Path, runs: list[Run]) -> None:
+    """The parquet file of these runs."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = []
+    for run in runs:
+        about = {f"record/{field}": value for field, value in run.record._asdict().items() if field != "id"}
+        for place, row in enumerate(run.rows):
+            rows.append({"id": run.record.id} | row | (about if place == 0 else {}))
+    names = list(dict.fromkeys(itertools.chain(*rows)))
+    texts = {name for row in rows for name, value in row.items() if isinstance(value, list | dict)}
+    columns = {
+        name: [json.dumps(row[name]) if name in texts and name in row else row.get(name) for row in rows]
+        for name in names
+    }
+    try:
+        table, sink = pyarrow.table(columns), pyarrow.BufferOutputStream()
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+        raise InputError(f"{target}: {str(error).splitlines()[0]}; needed: columns of one type") from None
+    fractions = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
+    parquet.write_table(
+        table, sink, compression="zstd", compression_level=19,
+        use_byte_stream_split=fractions, use_dictionary=[name for name in names if name not in fractions],
+    )  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, sink.getvalue().to_pybytes())
+
+
+# -------------------------------------------------------------------------------------------------------- start weights
+
+
+def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
+    """The files of the tiny model from which the run started; None if they are not kept.
+
+    Another processor makes other last bits in its supervised steps, so a repeat elsewhere needs them.
+    """
+    import pandas
+
+    if not (results / WEIGHTS).exists():
+        return None
+    kept = dict(pandas.read_parquet(results / WEIGHTS)[["sha256", "content"]].to_numpy().tolist())
+    if not {*record.inputs["model"].values()} <= kept.keys():
+        return None
+    return {name: kept[checksum] for name, checksum in record.inputs["model"].items()}
+
+
+def restore_weights(results: Path, record: Record, folder: Path) -> None:
+    """Write the model from which the run started to ``folder``; InputError if it was not kept, or if it is there."""
+    contents = start_weights(results, record)
+    if contents is None:
+        raise InputError(f"{results}: the model from which {record.id} started is not kept")
+    if folder.exists():
+        raise InputError(f"{folder}: exists; needed: a new folder for the model of {record.id}")
+    aside = folder.with_name(f".restoring-{folder.name}")
+    fresh_folder(aside)
+    for name, content in contents.items():
+        write_atomically(aside / Path(name).name, content)
+    finish_folder(aside, folder)

@@ -7,14 +7,13 @@ import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from source import ROOT
 
 import run_record
 from config import config_hash, load_config, to_yaml
-from lab import records, store
+from lab import records
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
@@ -28,10 +27,6 @@ ENVIRONMENT = {
     "world_size": 2,
     "variables": {"OMP_NUM_THREADS": "1"},
 }
-BENCHMARK = {"about": "Ours against theirs.", "command": "python benchmarks/bench_step.py", "commit": "ab" * 20,
-             "dirty": False, "machine": {"cpu": "AMD EPYC", "cores": 2}, "measured": {"cases": []},
-             "table": [{"case": "small", "ratio": 0.51234, "bar": 0.7}, {"case": "large", "ratio": 12.0, "bar": 0.7}],
-             }  # fmt: skip
 
 
 def make_run(
@@ -108,24 +103,15 @@ def replaced(path: Path, old: str, new: str, count: int = -1) -> None:
 
 def add_variants(project: Path, *, commit: str = COMMIT, questions: int = 40) -> None:
     """Records of two variants of three seeds in project/results: the second one is better."""
-    for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",))):
-        for seed in range(3):
-            made = make_run(project.with_name("out"), f"{name}-seed{seed}", seed, after, questions=questions,
-                            overrides=change, commit=commit)  # fmt: skip
-            store.add_run(made, project / "results")
-
-
-def rewrite(path: Path, change: Callable[[dict], object], target: Path | None = None, name: str = "") -> None:
-    """Change the record in a file of results/ unchecked. ``change`` gets its fields, and its steps as "rows".
-
-    ``name``: the id in the rows, that of the record by default.
-    """
-    (run,) = store.content_of(path.read_bytes(), path).runs.values()
-    record = run.record.model_dump(mode="json") | {"rows": [dict(row) for row in run.rows]}
-    change(record)
-    rows = record.pop("rows")
-    changed = records.Run(SimpleNamespace(model_dump=lambda mode: record), rows)
-    (target or path).write_bytes(store.encoded(store.Content({name or record["id"]: changed})))
+    made = [
+        make_run(
+            project.with_name("out"), f"{name}-seed{seed}", seed, after, questions=questions, overrides=change,
+            commit=commit,
+        )
+        for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",)))
+        for seed in range(3)
+    ]  # fmt: skip
+    records.add(made, project / "results", "variants")
 
 
 # --------------------------------------------------------------------------------------------------------------- git
