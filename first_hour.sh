@@ -38,7 +38,7 @@ stages() {
         "Try rollout.expert_parallel=false, rollout.enforce_eager=true or rollout.engine=torch: which one helps?" \
         "${all_ranks[@]}" preflight.py --layers "${run[@]}" --folder "$folder/layers"
     stage self-test 15 "groups" "Tiny models in every layout of $tested ranks have the gradients and steps of transformers and torch." \
-        "Each FAILED line names a test and a layout; docs/self_test.md says how to see more." \
+        "Each FAILED line names a test and a layout; docs/checks.md says how to see more." \
         "${torchrun[@]}" --nproc_per_node="$tested" preflight.py --self-test "${run[@]}"
     # shellcheck disable=SC2016  # the inner bash expands them
     stage learning 30 "self-test" "One rank trains the tiny model of configs/tiny_cpu.yaml, which must answer 60 % or more." \

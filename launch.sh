@@ -9,7 +9,7 @@
 #   RENDEZVOUS                         several machines: host:port of the first one
 #   SAMPLERS                           the last so many ranks only sample; LAYOUT is that of the others
 #   PYTHON                             the interpreter
-# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/unattended.md).
+# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 

@@ -7,7 +7,7 @@ It runs the tests of tests/on_device on CONFIG's device: random tiny models in e
 against transformers and torch.optim.AdamW in float64, and each operator against its formula. Without torchrun a CPU
 takes one and two ranks, or N. Only the device of CONFIG counts; `train_grpo.py CONFIG --check` judges its functions.
 Exit code 0: all is right. 1: a line says which test failed. 2: the input cannot be used.
-docs/self_test.md says what the tests find, and how to see more of a failure.
+docs/checks.md says what the tests find, and how to see more of a failure.
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]
     if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all; the first one prints them
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    print(f"self-test on device {cfg.device}: tests/on_device, a dot a test (docs/self_test.md)")
+    print(f"self-test on device {cfg.device}: tests/on_device, a dot a test (docs/checks.md)")
     os.chdir(ROOT)
     pytest = [sys.executable, "-m", "pytest", "tests/on_device", "--device", cfg.device, *ranks, *OPTIONS]
     sys.stdout.flush()

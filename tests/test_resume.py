@@ -95,7 +95,7 @@ def plain(model, tmp_path_factory) -> Path:
 
 @pytest.mark.ci
 def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, plain, tmp_path) -> None:
-    """The commands of docs/unattended.md: one of four ranks is killed, and after a restart again; then two go on.
+    """The commands of docs/checks.md: one of four ranks is killed, and after a restart again; then two go on.
 
     The undisturbed run has two ranks from the beginning.
     """
