@@ -90,7 +90,7 @@ def test_a_served_export_answers_as_the_trained_policy(
         for question in QUESTIONS:
             body = {"model": "policy", "messages": [{"role": "user", "content": question}], "return_token_ids": True}
             answers.append(reply(f"{url}/v1/chat/completions", body | {"temperature": 0, "max_tokens": LIMIT}))
-        server.process.terminate()  # by its process id, as docs/usage.md says
+        server.process.terminate()  # by its process id
         server.wait(60)
         ended_by = time.monotonic() + 30  # the engine's process ends after the server's
         while server.living() and time.monotonic() < ended_by:
