@@ -46,7 +46,7 @@ from inputs.files import (
     write_atomically,
 )
 from knobs import Config
-from lab.comparisons import Part
+from lab.records import Part, planted_fault, validated
 from plan import whole_run
 from plan.memory import GIB
 from run_record import lock_file, lock_run, read_lines

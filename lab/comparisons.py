@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-from inputs.files import InputError, read_file, shown
+from inputs.files import InputError, read_file
+from lab.records import Part, validated
 
 if TYPE_CHECKING:
     import pandas
@@ -95,10 +95,6 @@ def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class Entry(Part):
     """A comparison: the variant `method` minus the variant `base`."""
 
@@ -147,12 +143,7 @@ class Plan(Part):
 
 
 def read_plan(path: Path) -> Plan:
-    try:
-        plan = Plan.model_validate(read_file(path) if path.exists() else {})
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise InputError(f"{path}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
+    plan = validated(Plan, read_file(path) if path.exists() else {}, path)
     controls = {entry.method for family in plan.families for entry in family.controls}
     for family in plan.families:
         if wrong := {*family.control, *(name for entry in family.entries for name in entry.control)} - controls:

@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from config import MAY_CHANGE, flatten
 from inputs.files import (
@@ -38,6 +40,31 @@ BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "chec
 STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, with two exceptions: diagnostics of its machine
 EXCEPTIONS = {"timing/step_s", "sync/probe_gap"}
 WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
+
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+class Part(BaseModel):
+    """A part of a file that people write. Missing fields, unknown fields and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def validated(model: type[Content], content: Any, where: Path) -> Content:
+    """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "all of it"
+        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
+
+
+def planted_fault(command: str) -> str:
+    """The fault with which a command trains on purpose (benchmarks/planted_fault.py); empty for any other command."""
+    found = re.search(r"\bplanted_fault\.py (\w+)", command)
+    return found[1] if found else ""
 
 
 class Record(NamedTuple):
@@ -68,9 +95,8 @@ class Record(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """The fault that was planted into the run on purpose (benchmarks/planted_fault.py); empty for any other run."""
-        found = re.search(r"\bplanted_fault\.py (\w+)", self.command)
-        return found[1] if found else ""
+        """The fault that was planted into the run on purpose; empty for any other run."""
+        return planted_fault(self.command)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 from scipy import stats
+from source import ROOT
 
 from inputs.files import InputError
 from lab import comparisons
@@ -37,6 +39,16 @@ def test_the_detectable_effect_is_cohens() -> None:
     pairs = np.array([1.0, -1.0] * 17) * np.sqrt(33 / 34)  # with a standard deviation of 1
     alone, of_four = (comparisons.effect(pairs / 100, tests).detectable for tests in (1, 4))
     assert alone == pytest.approx(comparisons.detectable(33, 0.05) / np.sqrt(34)) and of_four > alone
+
+
+def test_the_protocols_numbers_are_those_of_its_formula() -> None:
+    """docs/gsm8k_protocol.md: every row of its table of effects, computed again."""
+    text = (ROOT / "docs" / "gsm8k_protocol.md").read_text().replace("**", "")
+    rows = re.findall(r"^\| (\d) \| (\d+) %[^|]*\| ([\d.]+) \| ([\d.]+)", text, re.M)
+    assert len(rows) == 4
+    for seeds, discordant, spread, finds in ([*map(float, row)] for row in rows):
+        error = np.sqrt((spread / 100) ** 2 / seeds + discordant / 100 / (seeds * 1319))
+        assert 100 * error * comparisons.detectable(int(seeds) - 1, 0.05) == pytest.approx(finds, abs=0.051)
 
 
 def test_one_seed_and_seeds_that_agree() -> None:

@@ -6,6 +6,7 @@ The faults for which the tripwires exist are in test_faults.py.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import breaking
@@ -20,6 +21,7 @@ from training import raised
 import runlog
 from config import load_config, to_yaml
 from inputs.files import InputError
+from knobs import ChecksConfig
 from lab import curves, records
 from tripwires import CHECKS, Tripped, Tripwires, cannot_judge
 
@@ -366,3 +368,24 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
         assert (
             not {"actor/entropy", "actor/kl_loss", "rollout/logp_gap_max"} & row.keys() and row["actor/grad_norm"] == 0
         )
+
+
+def test_the_table_of_checks_says_what_they_do() -> None:
+    """docs/checks.md: each check, whether it stops, when it fires, and the configurations in which it cannot judge."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (stops|warns) \| (.*?) \| (.*?) ?\|$", (ROOT / "docs" / "checks.md").read_text(), re.M
+    )
+    silent: dict[str, dict[str, list[str]]] = {}  # check -> reason -> configurations
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        for check, reason in cannot_judge(load_config(path)).items():
+            silent.setdefault(check, {}).setdefault(reason, []).append(path.stem)
+    default = ChecksConfig()
+    assert rows == [
+        (
+            check,
+            "stops" if default.stops(check) else "warns",
+            fires,
+            "; ".join(f"{reason}: {', '.join(names)}" for reason, names in silent.get(check, {}).items()),
+        )
+        for check, fires in CHECKS.items()
+    ]
