@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-RESHAPED = ""  # the commit that wrote the records anew; from here on they only grow
+RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it wrote the records anew; from here on they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 
 
