@@ -139,7 +139,6 @@ class Plan(Part):
     sections: dict[str, str] = {}  # heading of RESULTS.md -> its paragraph
     curves: dict[str, str] = {}  # variant -> its label in the figure
     families: tuple[Family, ...] = ()
-    not_run: dict[str, str] = {}  # what -> the command
 
 
 def read_plan(path: Path) -> Plan:
@@ -165,6 +164,11 @@ class Comparison(NamedTuple):
     p: float  # corrected
     found: str  # equal, larger, smaller or undecided
     outcome: str  # of the prediction
+
+    @property
+    def said(self) -> str:
+        """What was found, with the margin of an equality."""
+        return f"equal within {self.family.margin:g}" if self.found == "equal" else self.found
 
     @property
     def is_withheld(self) -> bool:
@@ -255,10 +259,10 @@ def verdict(one: Effect, p: float, margin: float) -> str:
 def _outcome(one: Comparison, good: set[str]) -> str:
     """Whether the prediction was met, in words."""
     if {*(one.entry.control or one.family.control)} - good and not one.is_control:
-        return "withheld: its control was not found"
+        return "withheld: a control is not as predicted"
     if not one.entry.predicted or one.found == one.entry.predicted:
-        return "met" if one.entry.predicted else one.found
-    return one.found if one.found == "undecided" else f"not met: {one.found}"
+        return "met" if one.entry.predicted else one.said
+    return one.found if one.found == "undecided" else f"not met: {one.said}"
 
 
 def losses(made: list[Comparison]) -> list[tuple[Comparison, Comparison]]:

@@ -82,10 +82,9 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     rows = [(_named(one.entry), one.entry.predicted, one.outcome, str(one.effect)) for one in open_]
     planned = [entry for family in plan.families for entry in (*family.entries, *family.controls)]
     rows += [(_named(entry), entry.predicted, entry.missing, "") for entry in planned if entry.missing]
-    rows += [(what, "", f"not run: `{command}`", "") for what, command in plan.not_run.items()]
     head = ("comparison", "predicted", "found", "points (95 % interval)")
     parts += (
-        ["## Not as predicted, withheld, or not run", table([dict(zip(head, row, strict=True)) for row in rows])]
+        ["## Not as predicted, withheld, or stopped", table([dict(zip(head, row, strict=True)) for row in rows])]
         if rows
         else []
     )
@@ -121,7 +120,7 @@ def comparison_row(one: Comparison, shares: dict[Entry, str]) -> dict[str, str]:
         "against": f"`{one.entry.base}`",
         "seeds": str(one.effect.seeds),
         "points (95 % interval)": str(one.effect),
-        "outcome": f"{one.found}, as predicted" if one.entry.predicted else one.found,
+        "outcome": f"{one.said}, as predicted" if one.entry.predicted else one.said,
         "of the loss given back": shares.get(one.entry, ""),
     }
 
@@ -185,7 +184,7 @@ def files_table(results: Path, steps: "pandas.DataFrame") -> str:
 def learning_curves(plan: Plan, steps: "pandas.DataFrame") -> Any:
     """The held-out accuracy of the variants of `curves`, means over seeds, each named at its end; a panel a length.
 
-    Where a run was evaluated at its ends only, a thin line has the training reward between them.
+    Where a run was evaluated at its ends only, a thin line between them has the training reward.
     """
     import matplotlib.figure
 
@@ -213,7 +212,8 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame") -> Any:
             )  # fmt: skip
         axes.set_xlim(0, 1.45 * length)
         axes.set_xlabel("steps done")
-        axes.set_ylabel("right sampled answers, %" if place == 0 else "")
+        axes.set_ylabel("right sampled answers to held-out questions, %")
+        axes.set_ylim(0)
         _finish(axes)
     return figure
 

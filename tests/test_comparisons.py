@@ -152,8 +152,8 @@ def test_a_prediction_is_judged_and_without_its_control_nothing_is_said() -> Non
         plan = a_plan(*entries, controls=(control,), control=("control",), margin=1, **more)
         return [one.outcome for one in comparisons.compare(steps, plan)]
 
-    assert outcomes("smaller") == ["met", "not met: equal", "met"]
-    assert outcomes("equal") == ["withheld: its control was not found"] * 2 + ["not met: smaller"]
+    assert outcomes("smaller") == ["met", "not met: equal within 1", "met"]
+    assert outcomes("equal") == ["withheld: a control is not as predicted"] * 2 + ["not met: smaller"]
 
 
 def test_only_stated_losses_of_a_mismatch_can_come_back() -> None:

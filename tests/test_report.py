@@ -26,7 +26,6 @@ findings:
   - {asked: "Does it learn?", answer: "Yes.", gain: base}
 sections: {Losses: What they cost.}
 curves: {base: the base, better: the better one}
-not_run: {A big model: torchrun big}
 families:
   - name: ranks
     section: Losses
@@ -79,7 +78,6 @@ def test_every_number_of_the_pages_is_a_records(project: Path) -> None:
     )
     assert "| Rank 8 | `base` | 3 |" in text and "larger, as predicted" in text
     assert "| Never run (`absent` against `base`) | smaller | seed 3 stopped |" in text
-    assert "| A big model |  | not run: `torchrun big` |" in text
     benchmark = (project / "docs" / "benchmark.md").read_text()
     assert "1 of 1 predictions were met." in benchmark and "| ranks | Rank 8 | `better` | `base` | 3 |" in benchmark
     assert "| `variants.parquet` | 2 | 6 | 4 | 0123456 |" in (project / "results" / "README.md").read_text()
