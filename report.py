@@ -174,9 +174,12 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind) -> int:
     for one in comparisons.of_family(comparisons.scores(steps, kind), family, list(entries), False):
         changed = records.differing(by_variant[base], by_variant[one.entry.method])
         print(f"{one.entry.method} against {base}: {'; '.join(changed) or 'same settings'}")
-        print(f"  {kind}: {one.effect} points ({one.effect.seeds} paired seeds)")
+        if one.effect.seeds < comparisons.MIN_SEEDS:
+            seeds = f"{one.effect.seeds} of {comparisons.MIN_SEEDS} paired seeds, which decide nothing"
+            print(f"  {kind}: {one.effect.mean:+.1f} points ({seeds})")
+            continue
+        print(f"  {kind}: {one.effect} points ({one.effect.seeds} paired seeds): {one.found}")
         print(f"  p = {one.p:.3g} (Holm over {len(others)}); finds {one.effect.detectable:.1f} points with 80 % power")
-        print(f"  {'nothing is decided by fewer than 3 seeds' if one.effect.seeds < 3 else one.found}")
     return 0
 
 

@@ -226,9 +226,9 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
 def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
     assert run(project, "compare", "base", "better") == 0
     text = capsys.readouterr().out
-    assert "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds)" in text and "  larger" in text
+    assert "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds): larger" in text
     assert run(project, "compare", "base-seed0", "better-seed0") == 0
-    assert "nothing is decided by fewer than 3 seeds" in capsys.readouterr().out
+    assert "points (1 of 3 paired seeds, which decide nothing)" in capsys.readouterr().out
     assert run(project, "compare", "base", "base") == 2 and run(project, "compare", "base", "nobody") == 2
     assert "variants: base, better" in capsys.readouterr().err
 
