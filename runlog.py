@@ -159,7 +159,7 @@ class RunLog:
         self.bar: tqdm | None = None
         self.said = self.began = time.monotonic()  # the last line; the first step of this process
         self.before = self.done = 0  # steps: before this process, and in all
-        self.trackers: list[Any] = []  # of lab/trackers.py; startup.open_run puts them here
+        self.trackers: Any = None  # lab.trackers.Trackers, which startup.open_run puts here
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
@@ -240,10 +240,12 @@ class RunLog:
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Write lines about ``step`` to completions.jsonl or moe.jsonl."""
         self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
+        if name == "completions.jsonl" and rows:
+            self._track(step, {"completions": rows})
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
-        for tracker in self.trackers:
-            tracker.log(step, values)
+        if self.trackers:
+            self.trackers.log(step, values)
 
     def reached(self) -> str:
         """How far the run has come and how to continue it, for a process that is being ended."""
@@ -281,7 +283,7 @@ class RunLog:
 
     def close(self) -> None:
         """End the progress bar and the trackers, and release the folder for other processes."""
-        for part in (self.bar, *self.trackers, self.lock):
+        for part in (self.bar, self.trackers, self.lock):
             if part is not None:
                 part.close()
 

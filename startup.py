@@ -235,7 +235,7 @@ def open_run(
         if changed := changes_at_resume(saved.config, cfg)[1]:
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
     if parallel.rank == 0:
-        log.trackers = trackers.start(cfg.train.trackers, log.run_dir, log.say)
+        log.trackers = trackers.Trackers(cfg.train.trackers, log.run_dir, first_step, log.say)
     model, adapters = open_policy(cfg, inputs, parallel, heartbeat)
     pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
     learner = Learner(cfg, arch, parallel, model, adapters, pad_token)

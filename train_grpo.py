@@ -173,10 +173,10 @@ def main(arguments: list[str]) -> int:
         cfg, notes = resolve_config(args.config, args.overrides)
         if rank == 0:
             print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
+            trackers.refuse_missing(cfg.train.trackers)
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            print("".join(f"note: {note}\n" for note in trackers.notes(cfg.train.trackers)), end="", flush=True)
             doctor.quick(cfg)
             print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
         else:

@@ -1,86 +1,79 @@
-"""TensorBoard, Weights & Biases and SwanLab show the numbers of a run while it trains (train.trackers).
+"""TensorBoard, Weights & Biases and SwanLab show the metrics and completions of a run while it trains (train.trackers).
 
-    python -m lab.trackers NAME RUN        one tracker, which logs the rows of its standard input; the trainer starts it
-
-A tracker is a process of its own. Whatever its package does (fail, exit, hang, print, catch signals) happens outside of
-the training. It gets the rows of metrics.jsonl, eval.jsonl and timing.jsonl; after a resume it gets all of them again.
+Their packages run in the process of rank 0. One that raises an exception is off after one warning, and the training
+goes on; one that hangs holds the training up.
 """
 
 import hashlib
-import json
+import html
+import importlib
+import importlib.util
+import math
 import os
-import queue
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from run_record import SECRETS, json_line, read_lines
+from inputs.files import InputError
+from run_record import SECRETS
 
-CLOSE_SECONDS = 60  # the longest end of a tracker
-ENDED_WELL = 10  # exit code of a tracker; not 0, with which a package may exit before it has logged anything
-FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone, beside those of the training
+FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; those of the training come first
 INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
-
-
-# ------------------------------------------------------------------------------------------------ in its own process
+MOST_LETTERS = 300  # of the reason in a warning
 
 
 class TensorBoard:
-    """An event file for each start of the run. Its first event says that it replaces all values of earlier files."""
+    """An event file for each start of the run. Its first event removes the later steps of earlier starts."""
 
-    def __init__(self, run_dir: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def __init__(self, run_dir: Path, steps_done: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.summary = Event, Summary
+        folder = run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        self.event = Event
         # Not tensorboard's EventFileWriter, which puts the name of the machine into that of the file.
-        self.writer = RecordWriter(open(run_dir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}", "xb"))
+        self.writer = RecordWriter(open(folder / f"events.out.tfevents.{time.time_ns()}", "xb"))
         self._write(file_version="brain.Event:2")
-        self._write(step=0, session_log=SessionLog(status=SessionLog.START))
+        self._write(step=steps_done + 1, session_log={"status": "START"})
 
-    def _write(self, **event: Any) -> None:
-        self.writer.write(self.event(wall_time=time.time(), **event).SerializeToString())
+    def _write(self, **content: Any) -> None:
+        self.writer.write(self.event(wall_time=time.time(), **content).SerializeToString())
         self.writer.flush()
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=self.summary(value=scalars))
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Show numbers, and texts in the form of html_of."""
+        shown = [
+            {"tag": name, **(value if isinstance(value, dict) else {"simple_value": value})}
+            for name, value in values.items()
+        ]
+        self._write(step=step, summary={"value": shown})
 
     def finish(self) -> None:
         self.writer.close()
 
 
-def open_wandb(run_dir: Path) -> Any:
-    """A run of wandb without code, console, host, user, command and git. Online, it continues the run of this id.
+def open_wandb(run_dir: Path, steps_done: int) -> Any:
+    """A run of wandb without code, console, host, user, command and git.
 
-    It drops a repeated step, because its steps only grow. Offline, each start of the run writes a whole run of the same
-    id, because wandb cannot read what it wrote.
+    Online, a resume continues the run of this id, and wandb drops the steps that it has. Offline, each start writes a
+    folder with its own steps, all under one id.
     """
     import wandb
 
     settings = wandb.Settings(
         root_dir=str(run_dir), console="off", silent=True, symlink=False, host="", username="", email="", program="",
         disable_git=True, disable_code=True, save_code=False, x_disable_meta=True, x_disable_stats=True,
-        x_disable_machine_info=True, x_save_requirements=False, finish_timeout=float(CLOSE_SECONDS),
+        x_disable_machine_info=True, x_save_requirements=False, finish_timeout=60.0,
     )  # fmt: skip
     return wandb.init(**_run_options(run_dir, "WANDB"), settings=settings)
 
 
-def open_swanlab(run_dir: Path) -> Any:
-    """A run of swanlab without machine, command, git and console. Online, its server drops the steps that it has.
-
-    Offline, each start of the run writes a whole run of the same id.
-    """
+def open_swanlab(run_dir: Path, steps_done: int) -> Any:
+    """A run of swanlab without machine, command, git and console. A resume is as with wandb."""
     import swanlab
 
     probes = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
@@ -92,8 +85,8 @@ def open_swanlab(run_dir: Path) -> Any:
     return swanlab.init(**_run_options(run_dir, "SWANLAB"), log_dir=str(run_dir / "swanlab"), settings=settings)
 
 
-# Each opens a tracker for a run's folder: an object with log(values, step=step) and finish(). Steps do not decrease.
-OPEN: dict[str, Callable[[Path], Any]] = {
+# Each opens a tracker for a run's folder: an object with log(values, step) and finish(). Steps do not decrease.
+OPEN: dict[str, Callable[[Path, int], Any]] = {
     "tensorboard": TensorBoard,
     "wandb": open_wandb,
     "swanlab": open_swanlab,
@@ -106,104 +99,71 @@ def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
     return {
         "project": os.environ.get(f"{prefix}_PROJECT") or PROJECT,
         "name": run_dir.name,
-        "id": run_id(run_dir),
+        "id": hashlib.sha256(run_dir.name.encode()).hexdigest()[:16],  # the same after a resume
         "resume": "allow",
         "mode": mode,
     }
 
 
-def run_id(run_dir: Path) -> str:
-    """The id of a run in its trackers: 16 hexadecimal digits that the name of its folder determines."""
-    return hashlib.sha256(run_dir.name.encode()).hexdigest()[:16]
+def html_of(name: str, rows: list[dict[str, Any]]) -> Any:
+    """Completions as the tracker ``name`` takes a text. TensorBoard renders HTML, too."""
+    text = ""
+    for row in rows:
+        text += f"{row['question']}\ngold answer {row['gold']}, reward {row['reward']}\n\n{row['completion']}\n\n\n"
+    encoded = f"<pre>{html.escape(text)}</pre>".encode(errors="backslashreplace")
+    if name == "tensorboard":
+        tensor = {"dtype": "DT_STRING", "string_val": [encoded], "tensor_shape": {"dim": [{"size": 1}]}}
+        return {"metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}
+    return importlib.import_module(name).Html(encoded.decode())
 
 
-def main(arguments: list[str]) -> int:
-    """Log the numbers of each row of the standard input; a row has a "step"."""
-    name, run_dir = arguments
-    rows = open(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a package that asks something must not read the rows
-    tracker = OPEN[name](Path(run_dir))
-    for row in map(json.loads, rows):
-        step = row.pop("step")
-        tracker.log({key: float(value) for key, value in row.items() if type(value) in (int, float)}, step=step)
-    signal.alarm(CLOSE_SECONDS)  # ends this process, also if the trainer, which would end it, has ended before
-    tracker.finish()
-    return ENDED_WELL
+class Trackers:
+    """The trackers of a run that have not failed."""
 
+    def __init__(self, names: Iterable[str], run_dir: Path, steps_done: int, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.open: dict[str, Any] = {}
+        for name in names:
+            self._attempt(name, self._open, name, run_dir, steps_done)
 
-# ------------------------------------------------------------------------------------------------ beside the training
-
-
-class Tracker:
-    """The process of a tracker. One that ends too early, or does not end, is off after one warning."""
-
-    def __init__(self, name: str, run_dir: Path, say: Callable[[str], None]) -> None:
-        self.name, self.say = name, say
-        self.rows: queue.SimpleQueue[str] = queue.SimpleQueue()
-        (run_dir / name).mkdir(exist_ok=True)
-        paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"), os.environ.get(FOLDER)
-        self.output = tempfile.TemporaryFile("w+", errors="replace")  # not in the run's folder: it may tell a secret
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lab.trackers", name, str(run_dir.resolve())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, text=True, bufsize=1,
-            start_new_session=True,  # Ctrl-C is for the training; the end of the pipe ends a tracker
-        )  # fmt: skip
-        threading.Thread(target=self._write, daemon=True).start()  # a process that hangs does not read
-
-    def _write(self) -> None:
-        with suppress(OSError), self.process.stdin as pipe:
-            pipe.writelines(iter(self.rows.get, ""))
+    def _open(self, name: str, run_dir: Path, steps_done: int) -> None:
+        self.open[name] = OPEN[name](run_dir, steps_done)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand over the numbers of a step; never waits."""
-        if self.process.poll() is None:
-            self.rows.put(json_line({**values, "step": step}))
-        else:
-            self.close()
+        """Show the finite numbers among ``values``, and its "completions", which are rows of completions.jsonl."""
+        for name in [*self.open]:
+            self._attempt(name, self._log, name, step, values)
+
+    def _log(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
+        shown: dict[str, Any] = {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
+        if "completions" in values:
+            shown["completions"] = html_of(name, values["completions"])
+        self.open[name].log(shown, step)
 
     def close(self) -> None:
-        """End the process, in CLOSE_SECONDS at most."""
-        if self.output.closed:
-            return
-        reason = ""
-        self.rows.put("")
+        for name, tracker in [*self.open.items()]:
+            self._attempt(name, tracker.finish)
+        self.open.clear()
+
+    def _attempt(self, name: str, work: Callable[..., object], *given: Any) -> None:
+        """Call ``work``. An exception ends the tracker ``name`` with one warning, which shows no key."""
         try:
-            self.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that it started
-            reason = f"it did not end within {CLOSE_SECONDS} s"
-        with self.output:
-            self.output.seek(0)
-            *_, last_line = ["", *self.output.read().strip().splitlines()]
-        for secret in (value for key, value in os.environ.items() if value and SECRETS.search(key)):
-            last_line = last_line.replace(secret, "(set)")
-        if self.process.wait() != ENDED_WELL:
-            reason = reason or last_line or f"it ended with exit code {self.process.returncode}"
-            self.say(f"warning: train.trackers: {self.name} is off: {reason}")
+            work(*given)
+        except (Exception, SystemExit) as error:
+            self.open.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            for variable, value in os.environ.items():
+                if value and SECRETS.search(variable):
+                    reason = reason.replace(value, "(set)")
+            self.say(f"warning: train.trackers: {name} is off: {reason[:MOST_LETTERS]}")
 
 
-def start(names: Iterable[str], run_dir: Path, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers of a run, which get what its folder has already."""
-    started = []
+def refuse_missing(names: Iterable[str]) -> None:
+    """InputError for a tracker whose package is not installed. Adds the folder of TRACKERS_DIR to sys.path."""
+    folder = os.environ.get(FOLDER)
+    if folder and names:
+        sys.path.append(os.path.abspath(folder))
     for name in names:
-        try:
-            started.append(Tracker(name, run_dir, say))
-        except OSError as error:
-            say(f"warning: train.trackers: {name} is off: {error.strerror}")
-    rows = [row for file in ("eval", "metrics", "timing") for row in read_lines(run_dir / f"{file}.jsonl")]
-    for row in sorted(rows, key=lambda row: row["step"]):
-        for tracker in started:
-            tracker.log(row["step"], row)
-    return started
-
-
-def notes(names: Iterable[str]) -> list[str]:
-    """A line for each of the trackers whose package is not installed."""
-    folders = [*sys.path, *filter(None, [os.environ.get(FOLDER)])]
-    missing = [name for name in names if PathFinder.find_spec(name, folders) is None]
-    return [f"train.trackers: {name} is not installed, so it is off; needed: {INSTALL}" for name in missing]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"train.trackers: {name} is not installed; needed: {INSTALL}")

@@ -5,6 +5,7 @@ python tracked.py RUN        {tracker: [[id, {step: {name: value}}] of each star
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,12 +29,15 @@ def records(kind: type, path: Path) -> Iterator:
 
 
 def tensorboard(run_dir: Path) -> list:
-    shown = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    steps: dict[int, dict] = {}
+    sizes = {"scalars": 0, "tensors": 0}
+    shown = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=sizes).Reload()
+    steps: dict[int, dict] = defaultdict(dict)
     for name in shown.Tags()["scalars"]:
         for scalar in shown.Scalars(name):
-            assert name not in steps.setdefault(scalar.step, {}), "a value is double"
+            assert name not in steps[scalar.step], "a value is double"
             steps[scalar.step][name] = scalar.value
+    for text in shown.Tensors("completions"):
+        steps[text.step]["completions"] = text.tensor_proto.string_val[0].decode()
     return [[None, steps]]
 
 
@@ -44,10 +48,11 @@ def wandb(run_dir: Path) -> list:
         for record in records(WandbRecord, path):
             run = record.run.run_id if record.HasField("run") else run
             if record.HasField("history"):
-                row = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-                steps[row["_step"]] = {key: value for key, value in row.items() if not key.startswith("_")}
+                items = record.history.item
+                row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+                values = {key: value for key, value in row.items() if key[0] != "_" and "completions" not in key}
+                values["completions"] = (path.parent / "files" / row["completions.path"]).read_text()
+                steps[row["_step"]] = values
         starts.append([run, steps])
     return starts
 
@@ -55,13 +60,14 @@ def wandb(run_dir: Path) -> list:
 def swanlab(run_dir: Path) -> list:
     starts = []
     for path in sorted(run_dir.glob("swanlab/run-*/*.swanlab")):
-        run, steps = None, {}
+        run, steps = None, defaultdict(dict)
         for record in records(SwanRecord, path):
             run = record.start.id if record.HasField("start") else run
             if record.HasField("scalar"):
-                values = steps.setdefault(record.scalar.step, {})
-                assert record.scalar.key not in values, "a value is double"
-                values[record.scalar.key] = record.scalar.value.number
+                steps[record.scalar.step][record.scalar.key] = record.scalar.value.number
+        for step in steps:
+            (text,) = path.parent.glob(f"media/html/{step:03d}-*")
+            steps[step]["completions"] = text.read_text()
         starts.append([run, steps])
     return starts
 
