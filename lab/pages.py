@@ -19,9 +19,9 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 def build(results: Path, page: Path) -> None:
     """Write the pages and the figures; InputError without records."""
     plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
-    for path, text in wanted(results, page, plan, steps).items():
-        write_atomically(path, text)
     made = comparisons.compare(steps, plan)
+    for path, text in wanted(results, page, plan, steps, made).items():
+        write_atomically(path, text)
     (results / "figures").mkdir(exist_ok=True)
     for name, draw in (("curves", lambda: learning_curves(plan, steps)), ("recovered", lambda: recovered(made))):
         if (figure := draw()) is not None:
@@ -31,14 +31,13 @@ def build(results: Path, page: Path) -> None:
 def stale(results: Path, page: Path) -> list[str]:
     """One sentence for each page that is not what the records say."""
     plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
-    pages = wanted(results, page, plan, steps)
+    pages = wanted(results, page, plan, steps, comparisons.compare(steps, plan))
     edited = [path for path, text in pages.items() if read_text(path) != text]
     return [f"{path}: not what the records say; needed: report.py build" for path in edited]
 
 
-def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame") -> dict[Path, str]:
+def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
     """Path -> text of each page, with what follows from the records between its two marks."""
-    made = comparisons.compare(steps, plan)
     generated = {
         page: results_page(plan, made, steps),
         page.parent / "docs" / "benchmark.md": benchmark_page(plan, made),
@@ -65,7 +64,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
-    """What was found; each section of comparisons; what was not found; what was not run."""
+    """What was found; the comparisons of each section; those that are not as predicted, withheld or stopped."""
     losses = comparisons.losses(made)
     shares = {back.entry: _share(loss, back) for loss, back in losses}
     findings = [finding_row(one, made, steps, shares) for one in plan.findings]
@@ -83,11 +82,8 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     planned = [entry for family in plan.families for entry in (*family.entries, *family.controls)]
     rows += [(_named(entry), entry.predicted, entry.missing, "") for entry in planned if entry.missing]
     head = ("comparison", "predicted", "found", "points (95 % interval)")
-    parts += (
-        ["## Not as predicted, withheld, or stopped", table([dict(zip(head, row, strict=True)) for row in rows])]
-        if rows
-        else []
-    )
+    others = [dict(zip(head, row, strict=True)) for row in rows]
+    parts += ["## Not as predicted, withheld, or stopped", table(others)] if others else []
     return "\n\n".join(parts)
 
 
