@@ -47,7 +47,6 @@ VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
 WARNED = re.compile(r"^\d\d:\d\d:\d\d (?:warning|stopped): checks\.(\w+): (.*)$", re.M)
-ENDED = re.compile(r"\d\d:\d\d:\d\d (stopped: .*|error: .*|ended by .*)")
 LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
 PIECE_BYTES = 2**22
 
@@ -104,13 +103,6 @@ def checks_fired(run_dir: Path) -> dict[str, str]:
     for check, warning in WARNED.findall(_log(run_dir)):
         found.setdefault(check, warning)
     return found
-
-
-def why_ended(run_dir: Path) -> str:
-    """Why an unfinished run ended, from the last line of log.txt; "not finished" if it runs or was killed."""
-    *_, last = ["", *_log(run_dir).splitlines()]
-    cause = ENDED.match(last)
-    return f"not finished; {cause[1]}" if cause else "not finished"
 
 
 def _log(run_dir: Path) -> str:

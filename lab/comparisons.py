@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict
 
 from inputs.files import InputError, read_file
 from lab.records import Part, validated
@@ -95,7 +96,13 @@ def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-class Entry(Part):
+class Planned(Part):
+    """A part of results/plan.yaml, whose lists become tuples."""
+
+    model_config = ConfigDict(strict=False)
+
+
+class Entry(Planned):
     """A comparison: the variant `method` minus the variant `base`."""
 
     method: str
@@ -107,7 +114,7 @@ class Entry(Part):
     missing: str = ""  # runs that could not be finished, with the reason
 
 
-class Family(Part):
+class Family(Planned):
     """Comparisons that are announced, and whose p-values are corrected, together."""
 
     name: str
@@ -122,7 +129,7 @@ class Family(Part):
     controls: tuple[Entry, ...] = ()  # a family of their own
 
 
-class Finding(Part):
+class Finding(Planned):
     """A row of the first table of RESULTS.md."""
 
     asked: str
@@ -132,7 +139,7 @@ class Finding(Part):
     gain: str = ""  # a variant whose accuracy before and after is shown
 
 
-class Plan(Part):
+class Plan(Planned):
     """results/plan.yaml"""
 
     findings: tuple[Finding, ...] = ()

@@ -48,7 +48,7 @@ Content = TypeVar("Content", bound=BaseModel)
 class Part(BaseModel):
     """A part of a file that people write. Missing fields, unknown fields and values of another type are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
@@ -214,11 +214,14 @@ def frame(runs: list[Run]) -> "pandas.DataFrame":
 
 def of_sweep(folder: Path) -> list[Run]:
     """The finished runs of a sweep's folder, in the order of its file; no record is made of them."""
-    jobs = read_object(folder / "sweep.json", ("jobs",))["jobs"]
-    done = {name: job for name, job in jobs.items() if job["state"] == "finished"}
+    path, jobs = folder / "sweep.json", read_object(folder / "sweep.json", ("jobs",))["jobs"]
+    try:
+        done = {name: Path(job["run"]).name for name, job in jobs.items() if job["state"] == "finished"}
+    except (AttributeError, LookupError, TypeError):
+        raise InputError(f"{path}: found {shown(jobs)}; needed: the jobs that sweep.py writes") from None
     if not done:
-        raise InputError(f"{folder}: no finished run; needed: a sweep that has run")
-    return [read_run(folder.parent / Path(job["run"]).name, name, to_keep=False) for name, job in done.items()]
+        raise InputError(f"{path}: no job is finished; needed: a sweep that has run")
+    return [read_run(folder.parent / run, name, to_keep=False) for name, run in done.items()]
 
 
 def read_table(path: Path) -> "pandas.DataFrame":

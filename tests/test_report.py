@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -231,6 +232,28 @@ def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
     assert "points (1 of 3 paired seeds, which decide nothing)" in capsys.readouterr().out
     assert run(project, "compare", "base", "base") == 2 and run(project, "compare", "base", "nobody") == 2
     assert "variants: base, better" in capsys.readouterr().err
+
+
+def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path, capsys) -> None:
+    """Also runs of changed source, which may not become records."""
+    out, jobs = tmp_path / "out", {}
+    for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",))):
+        for seed in range(3):
+            made = recorded.make_run(out, f"{name}-seed{seed}", seed, after, questions=40, overrides=change)
+            replaced(made / "git.json", '"dirty": false', '"dirty": true')
+            jobs[f"{name}-seed{seed}"] = {"state": "finished", "run": f"out/{made.name}", "result": "done"}
+    jobs["late-seed0"] = {"state": "failed", "run": "", "result": ""}
+    folder = out / "sweep-trial"
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    assert report.main(["compare", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds): larger" in text and "late" not in text
+    )
+    for wrong, said in (({}, "no job is finished"), ({"a": 1}, "needed: the jobs that sweep.py writes")):
+        (folder / "sweep.json").write_text(json.dumps({"jobs": wrong}))
+        assert report.main(["compare", str(folder)]) == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

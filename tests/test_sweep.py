@@ -9,23 +9,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
-import agents
-import apart
-import launched
+import psutil
 import pytest
 import recorded
 import training
-from killed import in_child, must_succeed
 
 import preflight
-import runlog
 import sweep
-from lab import curves, run_folders
-from run_record import checksums
+from inputs.files import write_atomically
+from lab import records
 
 CONFIG = f"""
 name: unnamed
@@ -65,13 +62,11 @@ def variant(*overrides: str) -> dict[str, list[str]]:
 
 
 def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> None:
-    """But the job that may make the model of a seed comes half a seed early."""
-    variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("abcd")}
-    _, jobs = sweep.read_sweep(write_sweep([0, 1, 2], **variants), ["train.steps=2"])
-    order = [job.name.replace("-seed", "") for job in jobs]
-    assert order == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
-    (job,) = (job for job in jobs if job.name == "d-seed2")
-    assert (job.cfg.train.seed, job.cfg.lora.rank, job.cfg.train.steps, job.cfg.model.path[-6:]) == (2, 7, 2, "model2")
+    variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("ab")}
+    _, jobs = sweep.read_sweep(write_sweep([2, 1], **variants), ["train.steps=2"])
+    assert [job.name for job in jobs] == ["a-seed2", "b-seed2", "a-seed1", "b-seed1"]
+    cfg = jobs[-1].cfg
+    assert (cfg.train.seed, cfg.lora.rank, cfg.train.steps, cfg.model.path[-6:]) == (1, 5, 2, "model1")
 
 
 def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
@@ -93,9 +88,8 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
         ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; needed: none"),
         ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
         ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: found 0; needed: 1 (each_seed: train.seed="),
-        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: 0 is given twice"),
-        ("seeds: [0, 1]", f"seeds: {list(range(1000))}", "trial.yaml: 3 variants x 1000 seeds; needed: at most 2000"),
-        ("{seed}", "7", "each_seed: has no {seed}, so all 2 seeds would be the same run"),
+        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found (0, 1, 0); needed: each seed once"),
+        ("{seed}", "7", "a-seed0: train.seed: found 7; needed: 0"),
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
     ):
@@ -107,14 +101,9 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_an_address_that_is_none_is_refused_in_one_line(write_sweep, capfd) -> None:
-    path = str(write_sweep([0], a=variant()))
-    for address in ("not an address", "127.0.0.1:1", "[::1]:99999"):
-        assert sweep.main([path, "--address", address]) == 2
-        assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: --address: found {address!r}: ")
-    assert sweep.main([path, "--local", "--address", "127.0.0.1:1"]) == 2
-    assert "--address: not read with --local" in capfd.readouterr().err
+def test_an_address_is_for_ray_alone(write_sweep, capsys) -> None:
+    assert sweep.main([str(write_sweep([0], a=variant())), "--local", "--address", "127.0.0.1:1"]) == 2
+    assert "--address: not read with --local" in capsys.readouterr().err
 
 
 def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path) -> None:
@@ -136,7 +125,7 @@ def test_the_list_has_the_hours_and_the_disk_space_of_the_plan(capsys) -> None:
     assert total == f"by the plan: {10 * hours:.0f} h of runs that are not finished; 286 GiB of checkpoints"
     assert sweep.main([path, "--list", "train.checkpoint_every=0"]) == 0
     assert "143 GiB of checkpoints" in capsys.readouterr().out  # only the last step is saved
-    assert sweep.main([str(recorded.ROOT / "configs/sweeps/aqn.yaml"), "--list"]) == 0
+    assert sweep.main([str(recorded.ROOT / "configs/sweeps/baseline.yaml"), "--list"]) == 0
     assert "by the plan" not in capsys.readouterr().out  # on a CPU
 
 
@@ -153,66 +142,90 @@ def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_ow
         assert len(read.seeds) >= 3, f"{path}: fewer seeds decide nothing"
 
 
-# ---------------------------------------------------------------- who runs when, without processes
+# ---------------------------------------------------------------- which trainings are started
 
 
-def run_scripted(path: Path, tmp_path: Path, codes: dict, log: str = "", day: str = "02", most: int = 9) -> tuple:
-    """The jobs that a sweep started, the largest number that ran in parallel, and all jobs after its end.
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Trainings that end at once with the next of the exit codes that are given for the job, 0 by default."""
 
-    A job ends with the next of the exit codes written for it, 0 by default.
-    """
-    read, jobs = sweep.read_sweep(path, [])
-    for job in jobs:
-        job.look()
-        (tmp_path / f"{job.name}.log").write_text(log)
-    started, running = {}, []
+    def run(path: Path, codes: dict[str, list[int]], output: str = "") -> tuple[list[str], int, int]:
+        """The jobs that a sweep started, in order, the largest number of them at once, and its exit code."""
+        started, running, most = [], [], []
 
-    def start(job: sweep.Job) -> mock.Mock:
-        """A process that has ended at the second look at it."""
-        code = codes.get(job.name, [0]).pop(0)
-        started[job.name] = process = mock.Mock(**{"poll.side_effect": [None, code]})
-        running.append(sum(each.poll.call_count < 2 for each in started.values()))
-        if code == 0:
-            folder = tmp_path / "out" / f"{job.cfg.name}-203001{day}-030405"
-            folder.mkdir(parents=True)
-            identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
-            (folder / "run.json").write_text(json.dumps(identity))
-            (folder / "finished.json").write_text('{"result": "done"}')
-        return process
+        def start_training(job: sweep.Job, log: Path, lock: int) -> SimpleNamespace:
+            started.append(job.name)
+            running.append(job.name)
+            with open(log, "a") as file:
+                file.write(output)
+            code = codes.get(job.name, [0]).pop(0)
+            if code == 0:
+                folder = tmp_path / "out" / f"{job.name}-20300102-{len(started):06d}"
+                folder.mkdir(parents=True)
+                identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
+                (folder / "run.json").write_text(json.dumps(identity))
+                (folder / "command.txt").write_text("torchrun train_grpo.py")
+                write_atomically(folder / "finished.json", '{"result": "done"}')
 
-    with mock.patch.object(sweep.time, "sleep"):
-        sweep.run_sweep(read, jobs, start, most, tmp_path)
-    return [*started], max(running), jobs
+            def wait() -> int:
+                time.sleep(0.05)
+                most.append(len(running))
+                if job.name in running:
+                    running.remove(job.name)
+                return code
 
+            return SimpleNamespace(wait=wait, terminate=lambda: None)
 
-def test_at_most_so_many_jobs_run_in_parallel(write_sweep, tmp_path: Path) -> None:
-    _, most, jobs = run_scripted(write_sweep([0, 1, 2], a=variant()), tmp_path, {}, most=2)
-    assert most == 2 and [job.state for job in jobs] == ["finished"] * 3
+        monkeypatch.setattr(sweep, "start_training", start_training)
+        code = sweep.main([str(path), "--local"])
+        return started, max(most, default=0), code
 
-
-def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, tmp_path) -> None:
-    path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"))
-    _, _, jobs = run_scripted(path, tmp_path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost")
-    assert {job.name: (job.state, job.attempts) for job in jobs} == {
-        "a-seed0": ("finished", 2), "b-seed0": ("failed", 2), "a-seed1": ("finished", 1), "b-seed1": ("finished", 1),
-    }  # fmt: skip
-    written = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
-    assert written["b-seed0"]["result"] == "exit code 1: RuntimeError: lost"
-    again, _, (_, job, *_) = run_scripted(
-        path, tmp_path, {"b-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch"
-    )
-    assert again == ["b-seed0"]  # what is finished is not repeated, and a tripwire is not tried again
-    assert (job.state, job.attempts, job.said) == ("failed", 1, "stopped: checks.entropy: gone")
-    other, *_ = run_scripted(write_sweep([0], a=variant("lora.rank=8")), tmp_path, {}, day="03")
-    assert other == ["a-seed0"]  # a run of another configuration does not count
+    return run
 
 
-def test_a_job_that_another_process_runs_is_left_alone(write_sweep, tmp_path: Path) -> None:
-    with open(tmp_path / "a-seed0.lock", "ab") as lock:
+def jobs_of(tmp_path: Path) -> dict[str, dict]:
+    return json.loads((tmp_path / "out" / "sweep-trial" / "sweep.json").read_text())["jobs"]
+
+
+def test_at_most_so_many_jobs_run_in_parallel(write_sweep, scripted, monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "jobs_at_once", lambda *_: 2)
+    started, most, code = scripted(write_sweep([0, 1, 2, 3], a=variant()), {})
+    assert (len(started), most, code) == (4, 2, 0)
+
+
+def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, scripted, tmp_path) -> None:
+    """What is finished is not repeated, a tripwire is not tried again, and an earlier one in the same log is past."""
+    path = write_sweep([0, 1], "{CPU: 10000}", a=variant(), b=variant("lora.rank=8"))
+    started, _, code = scripted(path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost\n")
+    assert code == 1 and started == ["a-seed0", "a-seed0", "b-seed0", "b-seed0", "a-seed1", "b-seed1"]
+    jobs = jobs_of(tmp_path)
+    assert [name for name, job in jobs.items() if job["state"] == "finished"] == ["a-seed0", "a-seed1", "b-seed1"]
+    assert jobs["a-seed0"]["result"] == "done" and Path(jobs["a-seed0"]["run"]).name == "a-seed0-20300102-000002"
+    assert scripted(path, {"b-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch\n")[0] == ["b-seed0"]
+    assert scripted(path, {"b-seed0": [1, 0]}, "RuntimeError: lost\n")[::2] == (["b-seed0", "b-seed0"], 0)
+    assert scripted(path, {})[::2] == ([], 0)
+    other = write_sweep([0], a=variant("lora.rank=8"))
+    assert scripted(other, {})[0] == ["a-seed0"]  # a run of another configuration does not count
+
+
+def test_the_end_of_a_failed_job_is_reported(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    for text, said in (
+        ("error: old\nerror: x: no such file\nW1120 torch", ("error: x: no such file", True)),
+        ("ValueError: bad\ntorch.ChildFailedError: b", ("exit code 1: ValueError: bad", False)),
+        ("killed", ("exit code 1: killed", False)),
+        ("", ("exit code 1: no output", False)),
+    ):
+        log.write_text("stopped: an earlier training\n" + text)
+        assert sweep.reason(1, log, len("stopped: an earlier training\n")) == said
+
+
+def test_a_job_that_another_process_runs_is_left_alone(write_sweep, scripted, tmp_path: Path, capsys) -> None:
+    (tmp_path / "out" / "sweep-trial").mkdir(parents=True)
+    with open(tmp_path / "out" / "sweep-trial" / "a-seed0.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert sweep.start_job("a-seed0", [], 1, tmp_path) is None
-        assert sweep.run_job("a-seed0", [], 1, str(tmp_path)) == sweep.BUSY
-    assert not (tmp_path / "a-seed0.log").exists()
+        assert scripted(write_sweep([0], a=variant(), b=variant("lora.rank=8")), {})[::2] == (["b-seed0"], 1)
+    assert "a-seed0: failed: another process trains it" in capsys.readouterr().err
 
 
 def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, monkeypatch, capsys) -> None:
@@ -228,27 +241,33 @@ def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, 
     assert "resources.NPU: 16 a job; Ray reports 0 in all" in capsys.readouterr().err
 
 
-def test_an_interrupted_sweep_ends_its_job_and_says_how_to_go_on(
+def test_an_interrupted_sweep_ends_its_jobs_and_no_other_process(
     write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """Ctrl-C, or SIGTERM from a scheduler, while a job runs; and once more while the sweep waits for its end."""
-    sleeper = subprocess.Popen(["sleep", "600"])
-    monkeypatch.setattr(sleeper, "terminate", lambda: [sleeper.send_signal(signal.SIGTERM), *again()])
-    monkeypatch.setattr(sweep, "start_job", lambda *arguments: sleeper)
-    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    foreign, started = subprocess.Popen(["sleep", "600"]), []
+
+    def start_training(*_: object) -> subprocess.Popen:
+        slow = "trap 'sleep 0.5; exit 1' TERM; sleep 600 & wait"  # as torchrun, which ends its ranks first
+        started.append(subprocess.Popen(["bash", "-c", slow], start_new_session=True))
+        for seconds, number in ((0.5, signal.SIGTERM), (0.7, signal.SIGINT)):
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        return started[-1]
+
+    monkeypatch.setattr(sweep, "start_training", start_training)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def again() -> list[None]:
-        return [os.kill(os.getpid(), number) for number in handlers]
-
     try:
-        assert sweep.main([str(write_sweep([0], a=variant())), "--local"]) == 130
+        path = write_sweep([0, 1], "{CPU: 10000}", a=variant())
+        assert sweep.main([str(path), "--local"]) == 130
+        assert len(started) == 1 and started[0].returncode == 1 and foreign.poll() is None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        sleeper.kill()
-    assert sleeper.returncode == -signal.SIGTERM and "the same command continues the sweep" in capsys.readouterr().err
-    assert json.loads((tmp_path / "out/sweep-trial/sweep.json").read_text())["jobs"]["a-seed0"]["state"] == "running"
+        for process in (foreign, *started):
+            process.kill()
+            process.wait()
+    assert "the same command continues the sweep" in capsys.readouterr().err
+    assert jobs_of(tmp_path)["a-seed0"]["state"] == "not finished"
 
 
 def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Path, monkeypatch) -> None:
@@ -269,77 +288,46 @@ def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Pa
         ),
         ("cuda", {"TORCH_NCCL_ASYNC_ERROR_HANDLING=1"}, "HCCL_CONNECT_TIMEOUT"),
     ):
-        assert sweep.start_job(device, ["train_grpo.py"], 1, tmp_path, device).wait(30) == 0
-        lines = (tmp_path / f"{device}.log").read_text().splitlines()
+        job, log = sweep.Job(device, SimpleNamespace(device=device), ["train_grpo.py"], 1), tmp_path / f"{device}.log"
+        with open(tmp_path / "lock", "ab") as lock:
+            assert sweep.start_training(job, log, lock.fileno()).wait(30) == 0
+        lines = log.read_text().splitlines()
         assert needed | {"HF_HUB_OFFLINE=1"} <= {*lines}, device
         assert not [line for line in lines if line.startswith(absent)], device
 
 
-# ---------------------------------------------------------------- real processes
+# ---------------------------------------------------------------- real trainings
 
 
-def forked_sweep(path: Path, killed: str = "") -> int:
-    """The exit code of sweep.py with jobs that are forked. All processes are killed in the last step of one job."""
-    sweeping = os.getpid()
-
-    def kill_all() -> None:
-        os.kill(sweeping, signal.SIGKILL)
-        os.killpg(0, signal.SIGKILL)
-
-    def start_job(name: str, arguments: list[str], processes: int, folder: Path, device: str) -> SimpleNamespace:
-        def plant(patch: pytest.MonkeyPatch) -> None:
-            patch.setattr(curves, "draw_curves", lambda *_: None)
-            if name == killed:
-                apart.arm(patch, [(runlog.RunLog, "log_step", 3)], kill_all)
-
-        process, _ = agents.start(processes, *arguments, log=folder / f"{name}.log", plant=plant, light=False)
-        return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join)
-
-    sweep.start_job = start_job
-    return sweep.main([str(path), "--local"])
+RAY_IS_THERE = importlib.util.find_spec("ray") is not None
+ON_RAY = pytest.param([], id="ray", marks=pytest.mark.skipif(not RAY_IS_THERE, reason=f"pip install {sweep.RAY}"))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("executed", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.slow])])
-def test_a_killed_sweep_goes_on_and_repeats_nothing(executed, write_sweep, tmp_path: Path) -> None:
-    """Three jobs; all processes are killed in the second one, after a checkpoint; then the same command again."""
-    variants = {"a": variant("lora.rank=4"), "b": variant("lora.rank=8"), "c": variant("lora.rank=2")}
-    path = write_sweep([0], "{CPU: 10000}", **variants)  # one job after another
-    out = tmp_path / "out"
-    assert in_child(lambda: forked_sweep(path, "b-seed0")) == -signal.SIGKILL
-    untouched = {file: file.stat().st_mtime_ns for file in out.glob("a-seed0-*/**/*") if file.is_file()}
-    (torn,) = out.glob("b-seed0-*")
-    assert len(training.metrics(torn)) == 2 and not (torn / "finished.json").exists()
-
-    if executed:
-        subprocess.run([sys.executable, "sweep.py", path, "--local"], cwd=recorded.ROOT, check=True, timeout=400)
-    else:
-        assert in_child(lambda: must_succeed(lambda: forked_sweep(path))) == 0
-    folders = sorted(out.glob("*-seed*-*"))
-    assert [folder.name[:7] for folder in folders] == ["a-seed0", "b-seed0", "c-seed0"]
-    assert untouched and all(file.stat().st_mtime_ns == time for file, time in untouched.items())
-    assert (torn / "resume-1").is_dir() and len(training.metrics(torn)) == 3
-    jobs = json.loads((out / "sweep-trial" / "sweep.json").read_text())["jobs"]
-    assert [(job["state"], job["attempts"]) for job in jobs.values()] == [
-        ("finished", 0),
-        ("finished", 1),
-        ("finished", 1),
-    ]
-    for folder in folders:  # what real runs leave is what a record needs, whether or not this checkout is clean
-        for start_of in (folder, *folder.glob("resume-*")):
-            (start_of / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
-            (start_of / "git.patch").write_text("")
-        finished = json.loads((folder / "finished.json").read_text())
-        sealed = finished["sha256"] | {name: checksums(folder)[name] for name in finished["sha256"]}
-        (folder / "finished.json").write_text(json.dumps(finished | {"sha256": sealed}))
-        assert run_folders.from_run(folder, "x").record.resumed == (folder == torn)
-
-
-@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"needs Ray: pip install {sweep.RAY}")
-def test_jobs_run_on_ray(write_sweep, tmp_path: Path) -> None:
-    path = write_sweep([0], a=variant(), b=variant("lora.rank=8"))
-    with launched.started(sys.executable, "sweep.py", path, log=tmp_path / "log") as sweeping:
-        assert sweeping.wait(400) == 0, sweeping.text
-    assert len(list((tmp_path / "out").glob("*-seed0-*/finished.json"))) == 2
+@pytest.mark.parametrize("how", [pytest.param(["--local"], id="local"), ON_RAY])
+def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> None:
+    """The sweep, Ray, torchrun and the training are killed after a checkpoint; then the same command is given again."""
+    command = [sys.executable, "sweep.py", write_sweep([0], a=variant("train.steps=15")), *how]
+    with open(tmp_path / "log", "w") as log:
+        sweeping = psutil.Popen(command, cwd=recorded.ROOT, stdout=log, stderr=log)
+        while not [*tmp_path.glob("out/a-seed0-*/checkpoints/step-*")]:
+            assert sweeping.poll() is None, log.name
+            time.sleep(0.1)
+        for process in [*sweeping.children(recursive=True), sweeping]:
+            process.kill()
+        sweeping.wait()
+        (run,) = tmp_path.glob("out/a-seed0-*")
+        assert not (run / "finished.json").exists()
+        subprocess.run(command, cwd=recorded.ROOT, check=True, timeout=300, stdout=log, stderr=log)
+    assert [*tmp_path.glob("out/a-seed0-*")] == [run] and (run / "resume-1").is_dir()
+    assert jobs_of(tmp_path)["a-seed0"]["state"] == "finished"
+    assert sorted(path.name for path in (tmp_path / "out" / "sweep-trial").iterdir()) == [
+        "a-seed0.lock", "a-seed0.log", "sweep.json",
+    ]  # fmt: skip
+    for start in (run, run / "resume-1"):  # a record needs what the run left, whether or not this checkout is clean
+        (start / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
+        (start / "git.patch").write_text("")
+    recorded.seal(run)
+    record = records.read_run(run).record
+    assert (record.config["train"]["steps"], record.resumed) == (15, 1)
