@@ -237,7 +237,8 @@ REMOVED = {
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
     "checks.non_finite": "stop", "checks.surprise": "off", "checks.rounding": "off",
     "lora.dropout": 0.0, "optim.eps": 1e-8,
-    "rollout.round_group": 32, "tiny_model.shared_expert_width": 64, "model.attention_shapes": "auto",
+    "rollout.round_group": 32, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
+    "model.attention_shapes": "auto",
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.

@@ -24,7 +24,6 @@ STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
 LOW_VAR_KL_LIMIT = 10.0  # largest low_var_kl of a token; above it the gradient is 0
 GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
-LEAST_TAIL = 1e-6  # of the probability outside the likeliest tokens, which rounding can make negative
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -310,22 +309,6 @@ def rollout_weights(
         kept = (ratio <= clip) & (ratio >= (low if mode == "icepop" else 0))
         return _inside(mask, torch.where(kept, ratio, torch.zeros_like(ratio)))
     return _inside(mask, ratio.clamp(max=clip))
-
-
-def expected_score(head_logp: Tensor, sampler_logp: Tensor, clip: float | None = None) -> Tensor:
-    """What score centering (arXiv 2609.20807) takes from the log-prob of a token.  (B, T, K), (B, T, K) -> (B, T)
-
-    A sampler q that differs from the trained policy p pulls p towards q by the advantage times E_q[grad log p], which
-    carries no reward. The gradient of the result is this mean, so -A (log p - result) has no such drift. The arguments
-    are log p and log q of the K tokens that are likeliest for q; its other tokens count as p, scaled to their
-    probability. If the losses have the weights min(p / q, clip), the mean is weighted by them, too.
-    """
-    head_logp, q = _at_least_float32(head_logp), _at_least_float32(sampler_logp).detach().exp()
-    p = head_logp.detach().exp()
-    tail = (1 - q.sum(-1)).clamp(min=LEAST_TAIL) / (1 - p.sum(-1)).clamp(min=LEAST_TAIL)
-    if clip is not None:  # q min(p / q, clip) is finite where q is 0
-        q, tail = torch.minimum(p, clip * q), (clip * tail).clamp(max=1)
-    return ((q - tail[..., None] * p) * head_logp).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------- masks and checks

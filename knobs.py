@@ -221,7 +221,6 @@ class LossConfig(Section):
     )
     importance_clip: float = knob(2.0, "largest importance weight; a larger one is cut, or masked", gt=0, le=1e6)
     importance_low: float = knob(0.5, "icepop: smallest importance weight; a smaller one is masked", ge=0, le=1e6)
-    score_centering: int = knob(0, "K: subtract the mean score of the sampler's K likeliest tokens", ge=0, le=2**24)
     mask_truncated: bool = knob(False, "leave completions without an end token out of the loss")
     skip_equal_groups: bool = knob(False, "skip groups of equal reward (advantage 0) in the update, their KL included")
 

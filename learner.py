@@ -260,9 +260,8 @@ class Learner:
         return total / tokens
 
     def _logp(self, micro: MicroBatch) -> TokenStats:
-        head = micro.head[0].long() if micro.head and torch.is_grad_enabled() else None  # for the loss alone
         stats = model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing, head
+            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
         if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
             micro.packing.release_mask()
@@ -296,10 +295,6 @@ class Learner:
             kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)
             metrics["actor/kl_loss"] = mean(kl.detach())
-        if micro.head:
-            clip = loss_cfg.importance_clip if loss_cfg.corrects else None
-            loss = loss + combined(micro.advantages[:, None] * grpo.expected_score(stats.head, micro.head[1], clip))
-            metrics["rollout/head_mass"] = mean(micro.head[1].exp().sum(-1))
         if loss_cfg.entropy_coef:
             loss = loss - loss_cfg.entropy_coef * combined(entropy)
         sampled_logp = old_logp if micro.sampled_logp is None else micro.sampled_logp

@@ -236,7 +236,6 @@ class TokenStats(NamedTuple):
 
     logp: Tensor  # (b, T) log-probability of the token
     entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
-    head: Tensor | None = None  # (b, T, K) log-probabilities of other tokens in its place
 
 
 def head_weight(model: torch.nn.Module) -> Tensor:
@@ -251,13 +250,12 @@ def token_logprobs(
     parallel: Parallel,
     temperature: float = 1.0,
     packing: Packing | None = None,
-    head: Tensor | None = None,
 ) -> TokenStats:
     """Log-probability and distribution of every token where ``mask`` is 1.  (b, T), (b, T)
 
     Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
     Only masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at a time.
-    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens. ``head``: more tokens, (b, T, K).
+    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -266,27 +264,24 @@ def token_logprobs(
     else:
         line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
         hidden = kernels.take(line, packing.line[row, position - 1])  # rows that share a prompt share its last state
-    chosen = tokens[..., None] if head is None else torch.cat([tokens[..., None], head], -1)
-    logp, entropy = _VocabularyLogProbs.apply(hidden, head_weight(model), chosen[row, position], temperature, parallel)
+    logp, entropy = _VocabularyLogProbs.apply(hidden, head_weight(model), tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
-    of_head = None if head is None else zeros.new_zeros(head.shape).index_put((row, position), logp[:, 1:])
-    logp_of_rows, entropy_of_rows = (zeros.index_put((row, position), x) for x in (logp[:, 0], entropy))
-    return TokenStats(logp_of_rows, entropy_of_rows, of_head)
+    return TokenStats(zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy))
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
-    """TokenStats of the chosen tokens, C at each place, over a vocabulary that is split over the tensor ranks.
+    """TokenStats of the chosen tokens, over a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N, C) -> (N, C) and (N,).  The backward pass computes the logits of a chunk again:
+    (N, h), (V / tensor, h), (N,) -> (N,) and (N,).  The backward pass computes the logits of a chunk again:
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, parallel: Parallel):
         first = parallel.tensor_rank * len(weight)  # the first token of this rank's slice of the vocabulary
-        columns, mine = _own(chosen - first, len(weight))
+        columns, mine = _own(chosen - first, len(weight))  # (N,) twice
         top = hidden.new_empty(len(hidden), dtype=torch.float32)
-        sums = top.new_empty(chosen.shape[1] + 2, len(hidden))  # the chosen logits, and two moments
+        sums = top.new_empty(3, len(hidden))  # the chosen logits, and two moments
         for rows in _chunks(hidden, len(weight)):
             logits = (hidden[rows] @ weight.t()).float()  # (n, V / tensor)
             if temperature != 1:
@@ -296,16 +291,16 @@ class _VocabularyLogProbs(torch.autograd.Function):
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tensor_group)
             logits -= largest[:, None]  # avoids the cancellation of large numbers in entropy and log-prob
             top[rows] = largest
-            sums[:-2, rows] = (logits.gather(1, columns[rows]) * mine[rows]).t()
+            sums[0, rows] = logits.gather(1, columns[rows, None])[:, 0] * mine[rows]
             weights = logits.exp()
-            sums[-2, rows] = weights.sum(-1)
-            sums[-1, rows] = weights.mul_(logits).sum(-1)
+            sums[1, rows] = weights.sum(-1)
+            sums[2, rows] = weights.mul_(logits).sum(-1)
             del logits, weights  # before the next chunk
         if parallel.tensor > 1:
             dist.all_reduce(sums, group=parallel.tensor_group)
-        total, first_moment = sums[-2:]
+        chosen_logit, total, first_moment = sums
         log_sum = total.log()
-        log_norm, logp, entropy = top + log_sum, (sums[:-2] - log_sum).t(), log_sum - first_moment / total
+        log_norm, logp, entropy = top + log_sum, chosen_logit - log_sum, log_sum - first_moment / total
         ctx.save_for_backward(hidden, weight, columns, mine, log_norm, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -316,18 +311,17 @@ class _VocabularyLogProbs(torch.autograd.Function):
         hidden, weight, columns, mine, log_norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_logp = torch.zeros(columns.shape, device=hidden.device) if grad_logp is None else grad_logp
-        of_all = grad_logp if grad_logp.shape[1] == 1 else grad_logp.sum(1, keepdim=True)  # (N, 1)
         for rows in _chunks(hidden, len(weight)):
             log_p = (hidden[rows] @ weight.t()).float()
             if ctx.temperature != 1:
                 log_p /= ctx.temperature
             log_p -= log_norm[rows, None]
             if grad_entropy is None:  # the entropy is only logged
-                grad = log_p.exp_().mul_(-of_all[rows])
+                grad = log_p.exp_().mul_(-grad_logp[rows, None])
             else:
                 p = log_p.exp()
-                grad = -p * of_all[rows] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            grad.scatter_add_(1, columns[rows], (grad_logp[rows] * mine[rows]).to(grad.dtype))
+                grad = -p * grad_logp[rows, None] - p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            grad.scatter_add_(1, columns[rows, None], (grad_logp[rows] * mine[rows])[:, None].to(grad.dtype))
             if ctx.temperature != 1:
                 grad /= ctx.temperature
             grad_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)

@@ -39,7 +39,6 @@ class Rollout:
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
     correct: Tensor  # (P, G) 1 where it is right
-    head: tuple[Tensor, ...] = ()  # under score centering the sampler's likeliest tokens and their log-probs, (S, N, K)
 
     def row_length(self, sequence: int) -> int:
         """Tokens of prompt and completion."""
@@ -54,7 +53,6 @@ class MicroBatch:
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
-    head: tuple[Tensor, ...] = ()  # (b, T, K) twice, 0 outside the mask
     sampled_logp: Tensor | None = None  # (b, T) the trainer's log-probs of an older policy, which has sampled
     packing: Packing | None = None  # how the rows become one line of M tokens
     routes: Tensor | None = None  # (b, T, L, K), packed (1, M, L, K): experts to replay, L MoE layers
@@ -121,7 +119,7 @@ def sample_step(
     settings = cfg.rollout
     draw = functools.partial(
         sample, engine, score=score, settings=settings, parallel=parallel, seed=cfg.train.seed, step=step,
-        routed_experts=cfg.replay.mode == "r3", head=min(cfg.loss.score_centering, engine.arch.vocab_size),
+        routed_experts=cfg.replay.mode == "r3",
     )  # fmt: skip
     asked = questions.pick(step, settings.prompts_per_step)
     first, completions = draw(asked)
@@ -162,8 +160,6 @@ def with_groups(batch: Rollout, drawn: Rollout, places: Collection[int]) -> Roll
     for name, chosen in rows.items():
         merged[name] = getattr(batch, name).clone()
         merged[name][chosen] = getattr(drawn, name)[chosen]
-    chosen = torch.tensor(replaced)[:, None, None]
-    merged["head"] = tuple(torch.where(chosen, *both) for both in zip(drawn.head, batch.head, strict=True))
     lengths = [new if taken else old for old, new, taken in zip(batch.lengths, drawn.lengths, replaced, strict=True)]
     return dataclasses.replace(drawn, lengths=lengths, **merged)
 
@@ -180,13 +176,12 @@ def sample(
     round_: int = 0,
     places: Collection[int] | None = None,
     routed_experts: bool = False,
-    head: int = 0,
 ) -> tuple[Rollout, list[list[Completion]]]:
     """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
     ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the
     seed, the step, the round and the place of its prompt, but not on the rank that samples it. With ``places``, only
-    the questions at these places get completions; the rows of the others are 0. ``head``: K of the rollout.
+    the questions at these places get completions; the rows of the others are 0.
     """
     replicas, of_round = parallel.world_size // settings.tensor, (round_,) if round_ else ()
     rank_places = own_places(len(asked), settings.tensor, parallel)
@@ -200,7 +195,6 @@ def sample(
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        head=head,
         route_flips=settings.route_flips,
         logit_noise=settings.logit_noise,
         return_routed_experts=routed_experts,
@@ -209,7 +203,6 @@ def sample(
     longest, num_own = settings.max_new_tokens, len(range(0, len(asked), replicas))
     integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
     reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
-    heads = [torch.zeros(*reals.shape[:2], longest, head, dtype=x) for x in (torch.int32, torch.float32) if head]
     scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
     for place, group in zip(sampled, completions, strict=True):
         i = place // replicas
@@ -218,11 +211,9 @@ def sample(
             integers[i, j, :n] = torch.tensor(answer.tokens)
             integers[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
             reals[i, j, :n] = torch.tensor(answer.logp)
-            for of_all, of_answer in zip(heads, answer.head, strict=True):
-                of_all[i, j, :n] = torch.as_tensor(of_answer)
             reals[i, j, longest:] = torch.tensor(next(scores), dtype=torch.float32)
-    by_rank = (parallel.gather_rows(x) for x in (integers, reals, *heads))
-    integers, reals, *heads = (in_prompt_order(x, len(asked), settings.tensor) for x in by_rank)
+    by_rank = (parallel.gather_rows(x) for x in (integers, reals))
+    integers, reals = (in_prompt_order(x, len(asked), settings.tensor) for x in by_rank)
     batch = Rollout(
         prompts=[question.prompt for question in asked],
         tokens=integers[..., :longest].flatten(0, 1),
@@ -232,7 +223,6 @@ def sample(
         rewards=reals[..., longest],
         parsable=reals[..., longest + 1],
         correct=reals[..., longest + 2],
-        head=tuple(x.flatten(0, 1) for x in heads),
     )
     return batch, completions
 
@@ -359,7 +349,6 @@ def pack(
     longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
     tokens, mask, logp = torch.full(shape, pad_token), torch.zeros(shape), torch.zeros(shape)
-    heads = [x.new_zeros(*shape, x.shape[-1]) for x in rollout.head]
     for row, sequence in enumerate(sequences):
         prompt = rollout.prompts[sequence // rollout.rewards.shape[1]]
         start, n = len(prompt), rollout.lengths[sequence]
@@ -367,11 +356,8 @@ def pack(
         tokens[row, start : start + n] = rollout.tokens[sequence, :n]
         mask[row, start : start + n] = 1
         logp[row, start : start + n] = rollout.logp[sequence, :n]
-        for packed, given in zip(heads, rollout.head, strict=True):
-            packed[row, start : start + n] = given[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
     micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
-    micro.head = tuple(x.to(device) for x in heads)
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
         replayed = torch.zeros(shape, dtype=torch.long)

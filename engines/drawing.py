@@ -77,9 +77,3 @@ def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Te
     else:
         token = inverse_cdf(probs, uniform)
     return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]
-
-
-def likeliest(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """The rule.head likeliest tokens, and their log-probabilities before truncation.  -> (R, K) twice"""
-    logp = (logits.float() / (rule.temperature or 1.0)).log_softmax(-1)
-    return logp.topk(min(rule.head, logp.shape[-1]))[::-1]

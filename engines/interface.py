@@ -29,7 +29,6 @@ class Completion:
     logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
     finish_reason: str  # stop | length
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
-    head: tuple[np.ndarray, ...] = ()  # the likeliest tokens in each one's place and their log-probs, (generated, K)
 
 
 class Rule(NamedTuple):
@@ -39,7 +38,6 @@ class Rule(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
-    head: int = 0  # how many of the likeliest tokens are reported, at most the vocabulary
     route_flips: float = 0.0  # share of the tokens, by layer, whose last expert is replaced by the next best one
     logit_noise: float = 0.0  # standard deviation of what is added to each logit
 
@@ -114,7 +112,6 @@ class Engine(Protocol):
         temperature: float,
         top_p: float = 1.0,
         top_k: int = 0,
-        head: int = 0,
         route_flips: float = 0.0,
         logit_noise: float = 0.0,
         return_routed_experts: bool = False,
@@ -124,10 +121,10 @@ class Engine(Protocol):
         the greedy one, too.
 
         Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
-        the other prompts of a call change nothing but rounding. ``head``, ``route_flips`` and ``logit_noise`` are those
-        of Rule; the last two are for the embedded sampler. Raises InputError for what cannot be sampled.
+        the other prompts of a call change nothing but rounding. ``route_flips`` and ``logit_noise`` are those of
+        Rule, for the embedded sampler. Raises InputError for what cannot be sampled.
         """
-        rule = Rule(max_new_tokens, temperature, top_p, top_k, head, route_flips, logit_noise)
+        rule = Rule(max_new_tokens, temperature, top_p, top_k, route_flips, logit_noise)
         check_call(
             self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
         )  # fmt: skip

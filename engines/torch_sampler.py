@@ -14,7 +14,7 @@ from architecture import Architecture, layers
 from config import derive_seed
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
-from engines.drawing import likeliest, normals_of, pick, uniforms_of
+from engines.drawing import normals_of, pick, uniforms_of
 from engines.interface import Completion, Engine, Rule, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
@@ -141,8 +141,6 @@ class TorchSampler(Engine):
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
         routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
-        shape = (new_tokens, rows + 1, min(rule.head, self.arch.vocab_size))
-        head_ids, head_logps = torch.zeros(shape, dtype=torch.int32, device=device), torch.zeros(shape, device=device)
         row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
 
         def drawn(use: str, n: int) -> Tensor | None:
@@ -156,9 +154,6 @@ class TorchSampler(Engine):
             token, logp = pick(logits, drawn("token", n), rule)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
-            if rule.head:
-                for results, found in zip((head_ids, head_logps), likeliest(logits, rule), strict=True):
-                    results[n].index_copy_(0, row_ids, found.to(results.dtype))
             row_ids = row_ids.masked_fill(self.is_stop[token], rows)
             running = (row_ids < rows).nonzero()[:, 0]
             if len(running) == 0 or n + 1 == new_tokens:
@@ -174,15 +169,13 @@ class TorchSampler(Engine):
         tokens, logps, answers = tokens.t().tolist(), logps.t().tolist(), []
         if routes is not None:
             routes, prompt_routes = routes.cpu(), prompt_routes.cpu()
-        head_ids, head_logps = head_ids.cpu().numpy(), head_logps.cpu().numpy()
         for row, count in enumerate(generated[:rows]):
             experts, prompt = None, row // num_samples
-            head = (head_ids[:count, row], head_logps[:count, row]) if rule.head else ()
             if routes is not None:
                 of_prompt = prompt_routes[prompt, : len(prompts[prompt])]
                 experts = torch.cat([of_prompt, routes[: count - 1, row]]).numpy()
             reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
-            answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts, head))
+            answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts))
         if fault := fault_of_log_probs([answers], decoder.dtype):
             raise InputError(fault)
         return answers

@@ -145,13 +145,12 @@ class VllmEngine(Engine):
         max_sequences: int = MOST_SEQUENCES,
         routed_experts: bool = False,
         adapter: LoraConfig | None = None,
-        head: int = 0,
     ) -> None:
         """Start vLLM with random weights.
 
         Of ``model_dir`` only config.json is read. ``max_tokens``: of prompt and completion together.
         ``max_sequences``: rows that are decoded at once. ``routed_experts``: record what return_routed_experts asks
-        for. ``adapter``: the shapes of what load_adapter will bring. ``head``: the largest Rule.head.
+        for. ``adapter``: the shapes of what load_adapter will bring.
         """
         self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
@@ -197,7 +196,6 @@ class VllmEngine(Engine):
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
                 async_scheduling=False,  # one step after the other; vLLM's default has not been tried beside a trainer
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
-                max_logprobs=max(20, head),  # 20 is vLLM's default
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
                 disable_log_stats=True,
@@ -320,16 +318,14 @@ class VllmEngine(Engine):
             ),
             (rule.route_flips or rule.logit_noise, "route_flips and logit_noise are for the embedded sampler"),
         )
-        head = min(rule.head, self.arch.vocab_size)
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None
         self.draws.set_table(uniforms)
-        # seed: its row of the table. logprobs: of the sampled token and so many of the likeliest. ignore_eos: only
-        # stop_token_ids end a row.
+        # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
         rules = [
             SamplingParams(
                 temperature=temperature, seed=row, max_tokens=rule.max_new_tokens,
-                logprobs=head, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
+                logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
             )
             for row in range(len(places))
         ]  # fmt: skip
@@ -344,14 +340,11 @@ class VllmEngine(Engine):
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(places, answers, strict=True):
             (one,) = answer.outputs
-            tokens, routes, shape = list(one.token_ids), None, (len(one.token_ids), 1 + head)
-            ids, logps = (np.reshape(x, shape) for x in (one.logprobs.token_ids, one.logprobs.logprobs))
-            assert [*ids[:, 0]] == tokens and one.finish_reason in ("stop", "length")
-            logp = logps[:, 0].tolist()
+            tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
+            assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
             if routed:
                 routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
-            of_head = (ids[:, 1:], logps[:, 1:]) if head else ()
-            completions[i].append(Completion(tokens, logp, one.finish_reason, routes, of_head))
+            completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
         if fault := fault_of_log_probs(completions, self.dtype):
             # A value that is not finite would stay in the cache: attention masks unused slots by adding -inf.
             self.llm.collective_rpc(vllm_inside.clear_caches)

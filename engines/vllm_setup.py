@@ -68,5 +68,4 @@ def open_engine(
         max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
         routed_experts=cfg.replay.mode == "r3",
         adapter=adapter,
-        head=min(cfg.loss.score_centering, arch.vocab_size),
     )

@@ -195,7 +195,6 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 def _method_rules(cfg: Config) -> list[Rule]:
     loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
-    update = cfg.optim.prompts_per_update
     repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
     trackers, late = cfg.train.trackers, [step for step in cfg.train.profile_steps if step > cfg.train.steps]
     return [
@@ -223,19 +222,6 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (
             cfg.rollout.staleness == 0 and loss.importance == "uncorrected",
             "loss.importance: uncorrected is for rollout.staleness above 0; needed: none",
-        ),
-        (
-            loss.score_centering > 0 and loss.importance in ("sequence", "icepop", "mis"),
-            f"loss.importance: {loss.importance} with loss.score_centering; needed: none, token or uncorrected",
-        ),
-        (
-            loss.score_centering > 0 and (cfg.rollout.top_k > 0 or cfg.rollout.top_p < 1),
-            "loss.score_centering: needs the distribution that samples; needed: rollout.top_k 0 and top_p 1",
-        ),
-        (
-            loss.score_centering > 0 and update < cfg.rollout.prompts_per_step,
-            f"optim.prompts_per_update: {update} with loss.score_centering, which is for one update of a step; needed: "
-            f"rollout.prompts_per_step, {cfg.rollout.prompts_per_step}",
         ),
         (
             cfg.rollout.is_disturbed and (cfg.tiny_model is None or cfg.rollout.engine != "torch"),

@@ -357,38 +357,6 @@ def test_masking_weights_by_hand() -> None:
     torch.testing.assert_close(mis, torch.tensor([[0.24, 0.24], [0, 0]], dtype=torch.float64))
 
 
-def test_the_expected_score_by_hand() -> None:
-    """q 0.5 0.3 0.2 and p 0.4 0.4 0.2: q - p are the coefficients, of all tokens and, as both tails are 0.2, of two."""
-    p, q = torch.tensor([[[0.4, 0.4, 0.2]]]).double(), torch.tensor([[[0.5, 0.3, 0.2]]]).double()
-    for kept, clip, expected in (
-        (3, None, [0.1, -0.1, 0]), (2, None, [0.1, -0.1]), (2, 1.1, [0, 0.33 - 0.4]), (3, 0.5, [0.05, -0.05, 0]),
-    ):  # fmt: skip
-        logp = p[..., :kept].log().requires_grad_()
-        grpo.expected_score(logp, q[..., :kept].log(), clip).sum().backward()
-        assert logp.grad.flatten().tolist() == pytest.approx(expected, abs=1e-7), (kept, clip)
-    same = grpo.expected_score(p.log().requires_grad_(), p.log())
-    assert same.item() == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("clip", [None, 2.0, 1.1])
-@pytest.mark.parametrize("kept", [12, 5])
-def test_score_centering_leaves_no_drift_of_a_constant_reward(kept: int, clip: float | None) -> None:
-    """The mean of the loss's gradient over the tokens that q draws is 0, for all tokens or a tail of q that is p's."""
-    generator = torch.Generator().manual_seed(kept)
-    logits = torch.randn(12, generator=generator, dtype=torch.float64)
-    logits = logits.sort(descending=True).values.requires_grad_()
-    q = logits.detach() + torch.where(torch.arange(12) < 5, torch.randn(12, generator=generator), torch.zeros(12))
-    q = q.softmax(0)
-    logp, weights = logits.log_softmax(0), 1.0
-    if clip is not None:
-        weights = grpo.rollout_weights(logp[:, None], q.log()[:, None], torch.ones(12, 1), "token", clip)[:, 0]
-    drift = (q * weights * logp).sum()
-    (plain,) = torch.autograd.grad(drift, logits, retain_graph=True)
-    score = grpo.expected_score(logp[:kept], q.log()[:kept], clip)
-    (left,) = torch.autograd.grad(drift - score, logits)
-    assert plain.abs().max() > 1e-3 and left.abs().max() < 1e-9
-
-
 def test_a_masked_token_has_no_gradient_and_still_counts_in_the_mean() -> None:
     """Two tokens with advantage 1 and ratio 1; the second is masked. The loss is -1 x 1.5 / 2, not -1 x 1.5 / 1."""
     logp = torch.tensor([[0.0, 0.0]], dtype=torch.float64, requires_grad=True)

@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import published
 import pytest
 import torch
@@ -179,15 +178,12 @@ class EchoEngine:
 
     arch = SimpleNamespace(vocab_size=128)
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, head, **rest):
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, **rest):
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             digits = [int(digit) for digit in str(seed)[:4]]
             ended = Completion([prompt[-1], *digits, 2], [-0.5, *(-1.0 * d for d in digits), -0.25], "stop")
             cut = Completion([prompt[-1]] * max_new_tokens, [-1.5] * max_new_tokens, "length")
-            for one in (ended, cut) if head else ():
-                ids = np.add.outer(np.int32(one.tokens), np.arange(head))  # the token, the next id, ...
-                one.head = ids, -ids / 10
             last = cut if prompt[-1] == 41 else ended
             answers.append([ended, cut, last][:num_samples])
         return answers
@@ -195,9 +191,7 @@ class EchoEngine:
 
 def same(found: Rollout, expected: Rollout) -> None:
     for name, value in vars(expected).items():
-        pairs = [(getattr(found, name), value)] if name != "head" else zip(found.head, expected.head, strict=True)
-        for one, other in pairs:
-            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+        assert torch.equal(torch.as_tensor(getattr(found, name)), torch.as_tensor(value)), name
 
 
 def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
@@ -208,9 +202,7 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     def score(answers):
         return [Score(len(one.tokens), asked.question == "q1", len(one.tokens) == 8) for asked, one in answers]
 
-    batch, own = rollout.sample(
-        EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step, head=2
-    )
+    batch, own = rollout.sample(EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step)
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 
@@ -230,9 +222,6 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
         first, cut, _ = alone.tokens[3 * place : 3 * place + 3].tolist()
         assert first[0] == 40 + place and first[5:] == [2, 0, 0] and cut == [40 + place] * 8
         assert alone.logp[3 * place].tolist() == [-0.5, *(-1.0 * d for d in first[1:5]), -0.25, 0, 0]
-        tokens, logp = (part[3 * place, :7].tolist() for part in alone.head)
-        assert tokens == [*([token, token + 1] for token in first[:6]), [0, 0]]
-        assert logp == [pytest.approx([-id_ / 10 for id_ in ids]) for ids in tokens]
     for layout in ("TP2", "TP2_EP4"):
         for batch in training.in_world(layout, gathered, cfg, num_prompts, 7):
             same(batch, alone)
@@ -275,7 +264,7 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
 
     fixed = {"reward__overlong": {"buffer": 4, "penalty": 0.5}}
     cases = [
-        case(40, 3), case(40, 3, rollout__dynamic_rounds=2, loss__score_centering=1),
+        case(40, 3), case(40, 3, rollout__dynamic_rounds=2),
         case(40, 1, rollout__dynamic_rounds=2), case(7, 50, rollout__dynamic_rounds=9),
         case(40, 3, rollout__dynamic_rounds=99, **fixed), case(40, 1),
     ]  # fmt: skip
@@ -304,7 +293,6 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
         ended = [question.prompt[-1], *map(int, str(seed)[:4]), 2, 0, 0]
         assert two.batch.tokens[3 * place : 3 * place + 3].tolist() == [ended, [question.prompt[-1]] * 8, ended]
         assert two.batch.correct[place].tolist() == [0, float(is_mixed(question)), 0]
-        assert two.batch.head[0][3 * place, :, 0].tolist() == ended
     assert two.num_tokens == 20 * len(asked) and two.first.prompts == plain.batch.prompts
     right = sum(map(is_mixed, plain.asked)) / 15
     assert two.extra == {

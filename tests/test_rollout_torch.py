@@ -14,7 +14,7 @@ import torch
 from sampled import FREE, Model, assert_alike, assert_frequencies, assert_routes
 from vllm_ranks import PROMPTS, SEEDS
 
-from engines import torch_decoder
+from engines import torch_decoder, torch_sampler
 from engines.drawing import inverse_cdf, truncate
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
@@ -146,17 +146,21 @@ def test_a_flipped_route_has_the_next_best_expert_in_place_of_the_last(model) ->
     assert abs(sum(flipped) / 800 - 0.3) < 5 * (0.3 * 0.7 / 800) ** 0.5
 
 
-def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model) -> None:
-    """Differences of two log-probs are those of two logits: the variance of their noise is twice sigma squared."""
-    answers = sampler(model).sample([PROMPTS[0]], seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0,
-                                    head=128, logit_noise=0.5)  # fmt: skip
-    clean, noise = model.next_probs(PROMPTS[0], 1.0).log(), []
-    for one in answers[0]:
-        tokens, logp = one.head[0][0], torch.as_tensor(one.head[1][0]).double()
-        assert logp[tokens == one.tokens[0]].item() == pytest.approx(one.logp[0], abs=1e-6)
-        assert logp.exp().sum().item() == pytest.approx(1, abs=1e-5)
-        noise.append(logp[tokens.argsort()] - clean)
-    apart = torch.stack(noise).diff(dim=1)
+def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model, monkeypatch) -> None:
+    """Differences of two logits: the variance of their noise is twice sigma squared."""
+    seen, pick = [], torch_sampler.pick
+
+    def spy(logits: torch.Tensor, uniform: torch.Tensor, rule: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(logits)
+        return pick(logits, uniform, rule)
+
+    monkeypatch.setattr(torch_sampler, "pick", spy)
+    engine, settings = sampler(model), dict(seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0)
+    engine.sample([PROMPTS[0]], **settings)
+    answers = engine.sample([PROMPTS[0]], logit_noise=0.5, **settings)
+    for one, logp in zip(answers[0], seen[1].double().log_softmax(-1), strict=True):
+        assert logp[one.tokens[0]].item() == pytest.approx(one.logp[0], abs=1e-6)
+    apart = (seen[1] - seen[0]).double().diff(dim=1)
     assert apart.mean(0).abs().max() < 5 * (0.5 / 300) ** 0.5
     assert apart[:, ::2].var().item() == pytest.approx(0.5, rel=0.05)
 
