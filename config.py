@@ -229,6 +229,8 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
+PLANTED = "0 (the benchmark plants it: benchmarks/planted_fault.py)"
+
 # Keys that are gone, with the value that they have now. Records of then have them.
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
@@ -237,7 +239,8 @@ REMOVED = {
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
     "checks.non_finite": "stop", "checks.surprise": "off", "checks.rounding": "off",
     "lora.dropout": 0.0, "optim.eps": 1e-8,
-    "rollout.round_group": 32, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
+    "rollout.round_group": 32, "rollout.round_bits": PLANTED, "rollout.route_flips": PLANTED,
+    "rollout.logit_noise": PLANTED, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
     "model.attention_shapes": "auto",
 }  # fmt: skip
 

@@ -126,22 +126,10 @@ class RolloutConfig(Section):
         ge=0, le=2**16,
     )  # fmt: skip
     staleness: int = knob(0, "steps by which the policy that samples is older than the trained one", ge=0, le=64)
-    route_flips: float = knob(0.0, "tests: share of a layer's sampled tokens with a wrong last expert", ge=0, le=1)
-    logit_noise: float = knob(0.0, "tests: standard deviation of noise on the sampler's logits", ge=0, le=1e3)
-    round_bits: Literal[0, 3, 4, 8] = knob(
-        0,
-        "torch: training samples from matrices rounded to so many bits, as an int8 or int4 engine would; 0: off. "
-        "Embedding, head and routers are not rounded; evaluations use the trainer's policy",
-    )
 
     @property
     def kind(self) -> Kind:
         return ENGINES[self.engine]
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether a test disturbs the sampler."""
-        return self.route_flips > 0 or self.logit_noise > 0
 
     @property
     def replica_ranks(self) -> int:
@@ -354,11 +342,10 @@ class Config(Section):
     def keeps_factors_apart(self) -> bool:
         """Whether the sampler gets the LoRA factors, instead of merged weights.
 
-        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices. Not by
-        default with rollout.round_bits, which rounds merged matrices.
+        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices.
         """
-        altered = self.aqn.schedule != "off" or self.rollout.round_bits > 0
-        apart_by_default = self.rollout.kind.prefers_factors and self.model.dtype == "bf16" and not altered
+        in_bf16, noisy = self.model.dtype == "bf16", self.aqn.schedule != "off"
+        apart_by_default = self.rollout.kind.prefers_factors and in_bf16 and not noisy
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
 
     @property

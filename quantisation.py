@@ -295,25 +295,3 @@ class _QuantisedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return torch.matmul(grad, ctx.packed.dequantised()), None
-
-
-# ------------------------------------------------------------------------------------------- rollout.round_bits
-
-
-def is_rounded(name: str) -> bool:
-    """Whether rollout.round_bits rounds the tensor: the matrices of attention, MLPs and experts."""
-    return name.endswith("_proj.weight")
-
-
-def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
-    """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
-
-    Every ``group`` neighbouring inputs of an output share one scale, which makes the largest of them the largest
-    integer, 2^(bits - 1) - 1 (symmetric, round to nearest). The last group may be smaller.
-    """
-    most = 2 ** (bits - 1) - 1
-    parts = []
-    for part in weight.float().split(group, dim=-1):
-        scale = (part.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
-        parts.append((part / scale).round() * scale)
-    return torch.cat(parts, dim=-1).to(weight.dtype)

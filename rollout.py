@@ -195,8 +195,6 @@ def sample(
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        route_flips=settings.route_flips,
-        logit_noise=settings.logit_noise,
         return_routed_experts=routed_experts,
     )
     # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.

@@ -321,9 +321,8 @@ class Tripwires:
         if "logp_gap" in (*self.cfg.checks.off, *self.warned):
             return
         bound = largest_gap(self.cfg)
-        # The completions of a sampler with noise or rounded weights cannot show the gap.
-        probe = "aqn/probe_gap" if noisy else "sync/probe_gap"
-        gap = metrics.get(probe, metrics.get("rollout/logp_gap_mean", 0.0))  # absent if no row was trained
+        # The completions of a sampler with noise cannot show the gap. It is absent if no row was trained.
+        gap = metrics["aqn/probe_gap"] if noisy else metrics.get("rollout/logp_gap_mean", 0.0)
         self.gaps.append(gap)
         if not self.reported_gap and self._far_above_the_first_steps(bound):
             self.reported_gap = True

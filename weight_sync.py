@@ -1,8 +1,8 @@
 """Handing the policy to the engine: the whole model once, then what training changes, with the noise of the step.
 
 With rollout.sync adapter the engine keeps the base weights and gets the LoRA factors; with merged it gets whole weights
-with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise or
-rounded weights (rollout.round_bits): the trainer, the reference and the evaluations do not.
+with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise:
+the trainer, the reference and the evaluations do not.
 """
 
 import contextlib
@@ -18,9 +18,8 @@ import aqn
 import device as devices
 import lora_megatron
 import model_megatron
-import quantisation
 import weights_hf
-from architecture import Architecture, modules, tensor_shapes
+from architecture import Architecture, modules
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError
@@ -37,7 +36,6 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 # (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
 FLAT = 2.0
-ROUND_GROUP = 32  # neighbouring inputs that share a scale under rollout.round_bits
 
 
 class WeightSync:
@@ -50,7 +48,7 @@ class WeightSync:
     def __init__(
         self, engine: Engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config
     ) -> None:
-        """Push the whole model. InputError for noise targets that it does not have, or whose matrices are rounded."""
+        """Push the whole model. InputError for noise targets that it does not have."""
         self.engine, self.model, self.arch, self.parallel, self.cfg = engine, model, arch, parallel, cfg
         self.stacks: dict[str, Stack] = {}
         self.noise: dict[str, aqn.NormNoise] = {}
@@ -59,20 +57,12 @@ class WeightSync:
             self.noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
             self.clean_norms = aqn.clean_norms(self._export(set(self.noise)), self.noise)
         self.touched = aqn.touched_names(self.noise)
-        self.rounded = {
-            name for name in tensor_shapes(arch) if cfg.rollout.round_bits and quantisation.is_rounded(name)
-        }
-        if both := sorted(self.touched & self.rounded):
-            raise InputError(
-                f"aqn.targets: the noise changes columns of {both[0]}, which rollout.round_bits rounds; needed: "
-                "experts and mlp together (the shared expert then reads the same norm), or round_bits 0"
-            )
         if cfg.rollout.expert_parallel:
             vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
-        if not any(".experts." in name for name in self.touched | self.rounded):
+        if not any(".experts." in name for name in self.touched):
             self.stacks = self._usable_stacks()
         self.shared_bytes = self._share_experts()
 
@@ -169,22 +159,18 @@ class WeightSync:
         self._push_policy()
 
     def push(self, step: int, probe: list[int]) -> dict[str, float]:
-        """Push the policy as training samples from it at ``step`` (from 0): with noise, or rounded.  -> metrics
+        """Push the policy as training samples from it at ``step`` (from 0): with noise.  -> metrics
 
-        The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise or rounding. With
-        rollout.expert_parallel it is that of this rank's shards. The clean policy is pushed first. Under
-        rollout.round_bits, sync/probe_gap (nats a token, on the prompt ``probe``) shows whether the engine has it.
+        The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise. With
+        rollout.expert_parallel it is that of this rank's shards. The clean policy is pushed first. ``probe``: a prompt
+        on which two effects of the noise are measured.
         """
         checksum, touched = self._push_policy()
         metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
             self.model, self.arch, self.parallel, self.cfg
         )
-        if (self.rounded or self.cfg.rollout.is_disturbed) and "logp_gap" not in self.cfg.checks.off:
-            metrics["sync/probe_gap"] = self._gap(probe)
         if self.noise:
             metrics |= self._add_noise(step, probe, touched)
-        if self.rounded:
-            self._load(self.engine.load_weights, self._round())
         return metrics
 
     def _add_noise(self, step: int, probe: list[int], touched: dict[str, Tensor]) -> dict[str, float]:
@@ -245,7 +231,7 @@ class WeightSync:
             self._load(self.engine.load_stacks, merged)
             sums, _ = merged.result()
         if self.noise or not adapter_only:
-            weights = TensorStream(self._noted(self._export(self.touched | self.rounded)))
+            weights = TensorStream(self._noted(self._export(self.touched)))
             self._load(self.engine.load_weights, weights)
             others, touched = weights.result()
             checksum = _total(sums + others)
@@ -253,13 +239,6 @@ class WeightSync:
             factors, checksum = self._factors()
             self._load(self.engine.load_adapter, factors)
         return checksum, touched
-
-    def _round(self) -> Iterator[tuple[str, Tensor]]:
-        """The matrices that rollout.round_bits rounds, and what an engine fuses with them, without noisy tensors."""
-        bits = self.cfg.rollout.round_bits
-        for name, tensor in self._export(self.rounded):
-            if name not in self.touched:
-                yield name, quantisation.rounded(tensor, bits, ROUND_GROUP) if name in self.rounded else tensor
 
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""

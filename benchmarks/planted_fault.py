@@ -2,24 +2,34 @@
 
     torchrun --nproc_per_node=1 benchmarks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
+FAULT is a name, or NAME=VALUE (rounded=3), or several of them joined by + (rounded=3+inverted_weights).
 A fault is a function: it gets the right function of the method and returns the wrong one that takes its place while the
-training runs; no file is changed. Everything else is train_grpo.py. These runs are controls: if a comparison cannot
-find its fault, its other results mean nothing. No torch at the top, because sweep.py checks the names of faults without
-it.
+training runs; no file is changed. Everything else is train_grpo.py. Faults of the method are controls: if a comparison
+cannot find its fault, its other results mean nothing. Faults of the sampler are mismatches of sampler and trainer, and
+methods are compared under them; they need checks.off=[logp_gap], because this check finds them. No torch at the top,
+because sweep.py checks the names of faults without it.
 """
 
+import functools
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import command
-from inputs.files import InputError
+from config import command, derive_seed
+from inputs.files import InputError, shown
 
 Function = Callable[..., Any]
+
+ROUND_GROUP = 32  # neighbouring inputs of an output that share a scale
+
+
+# ------------------------------------------------------------------------------------------------ faults of the method
 
 
 def inverted_weights(right: Function) -> Function:
@@ -60,19 +70,6 @@ def lost_experts(right: Function) -> Function:
     return merged
 
 
-def rounded_down(right: Function) -> Function:
-    """The sampler's weights are rounded down instead of to the nearest."""
-
-    def rounded(weight: Any, bits: int, group: int) -> Any:
-        down = weight.detach().float().clone()
-        for part in down.split(group, dim=-1):  # views of `down`
-            scale = (part.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=2.0**-126)
-            part.div_(scale).floor_().mul_(scale)
-        return down.to(weight.dtype)
-
-    return rounded
-
-
 def altered_evaluation(right: Function) -> Function:
     """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained."""
 
@@ -84,28 +81,188 @@ def altered_evaluation(right: Function) -> Function:
     return evaluate
 
 
-# name -> the place of the right function, and the fault
-FAULTS: dict[str, tuple[str, Callable[[Function], Function]]] = {
-    "inverted_weights": ("grpo.rollout_weights", inverted_weights),
-    "reversed_clip": ("grpo.policy_loss", reversed_clip),
-    "foreign_routes": ("routing_replay.RoutingReplay.replaying", foreign_routes),
-    "lost_experts": ("lora_megatron.Adapter.merged", lost_experts),
-    "rounded_down": ("quantisation.rounded", rounded_down),
-    "altered_evaluation": ("startup.Run.evaluate", altered_evaluation),
+# ------------------------------------------------------------------------------------------------ faults of the sampler
+
+
+def rounded(right: Any, bits: str) -> Any:
+    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
+
+    Embedding, head, norms, biases and routers are not rounded. Evaluations and the trainer have the policy itself.
+    """
+    return rounding(right, functools.partial(rounded_weights, bits=int(bits)))
+
+
+def rounded_down(right: Any, bits: str) -> Any:
+    """As `rounded`, but the weights are rounded down instead of to the nearest."""
+    return rounding(right, functools.partial(rounded_weights, bits=int(bits), down=True))
+
+
+def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: bool = False) -> Any:
+    """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
+
+    Every ``group`` neighbouring inputs of an output share one scale, which makes the largest of them the largest
+    integer, 2^(bits - 1) - 1 (symmetric). The last group may be smaller. ``down``: round down, not to the nearest.
+    """
+    import torch
+
+    largest = 2 ** (bits - 1) - 1
+    parts = []
+    for part in weight.detach().float().split(group, dim=-1):
+        scale = (part.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        multiples = part / scale
+        parts.append((multiples.floor() if down else multiples.round()) * scale)
+    return torch.cat(parts, dim=-1).to(weight.dtype)
+
+
+def rounding(right: Any, round_: Function) -> Any:
+    """The class WeightSync ``right``, whose pushes for training end with matrices that are rounded by ``round_``."""
+    from architecture import tensor_shapes
+
+    class RoundingSync(right):
+        def __init__(self, engine: Any, model: Any, arch: Any, parallel: Any, cfg: Any) -> None:
+            if cfg.aqn.schedule != "off":
+                raise InputError(f"aqn.schedule: {cfg.aqn.schedule}; needed with a fault that rounds weights: off")
+            if cfg.keeps_factors_apart:
+                raise InputError(f"rollout.sync: {cfg.rollout.sync}; needed with a fault that rounds weights: merged")
+            self.matrices = {name for name in tensor_shapes(arch) if name.endswith("_proj.weight")}
+            super().__init__(engine, model, arch, parallel, cfg)
+
+        def _usable_stacks(self) -> dict[str, Any]:
+            """None, so that the trainer does not compute with experts in the memory of the engine."""
+            return {}
+
+        def _export(self, only: set[str] | None = None) -> Any:
+            """With ``only``, these tensors and all matrices: a clean push takes the rounding away from all of them."""
+            return super()._export(None if only is None else only | self.matrices)
+
+        def push(self, step: int, probe: list[int]) -> dict[str, float]:
+            metrics = super().push(step, probe)
+            tensors = self._export(set())
+            named = ((name, round_(tensor) if name in self.matrices else tensor) for name, tensor in tensors)
+            self._load(self.engine.load_weights, named)
+            return metrics
+
+    return RoundingSync
+
+
+def flips(right: Function) -> Function:
+    """In training, each sampled token has in every layer the next best expert in place of the last of its experts.
+
+    The weights of its experts are as if the last one were not there. Prompts keep their experts.
+    """
+
+    def sample(engine: Any, *rest: Any, **named: Any) -> Any:
+        decoder = embedded(engine, "flips").decoder
+        route, decode = decoder._route, decoder.decode
+
+        def next_best(logits: Any) -> tuple[Any, Any]:
+            _, experts = route(logits)
+            return route(logits.scatter(1, experts[:, -1:], float("-inf")))
+
+        def decode_flipped(*given: Any) -> tuple[Any, list[Any]]:
+            with mock.patch.object(decoder, "_route", next_best):
+                return decode(*given)
+
+        with mock.patch.object(decoder, "decode", decode_flipped):
+            return right(engine, *rest, **named)
+
+    return sample
+
+
+def noise(right: Function, size: str) -> Function:
+    """In training, the sampler draws from logits with normal noise of this standard deviation, new for each token."""
+
+    def sample(engine: Any, *rest: Any, **named: Any) -> Any:
+        import torch
+
+        from engines import torch_sampler
+
+        uniforms = embedded(engine, "noise")._uniforms
+        pick = torch_sampler.pick
+
+        def with_noise(seeds: list[int], samples: range, num_samples: int, rule: Any) -> Any:
+            """The number of each token, and the noise on its logits.  -> (N, R, 1 + V)"""
+            shape = (num_samples, rule.max_new_tokens, engine.arch.vocab_size)
+            generators = [torch.Generator().manual_seed(derive_seed(seed, "logit noise")) for seed in seeds]
+            table = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).mul_(float(size))
+            table = table[:, samples.start : samples.stop].flatten(0, 1).transpose(0, 1)
+            drawn = uniforms(seeds, samples, num_samples, rule)
+            return torch.cat([drawn, table.to(drawn.device)], -1)
+
+        def pick_noisy(logits: Any, drawn: Any, rule: Any) -> tuple[Any, Any]:
+            return pick(logits + drawn[:, 1:], drawn[:, :1], rule)
+
+        with (
+            mock.patch.object(engine, "_uniforms", with_noise),
+            mock.patch.object(torch_sampler, "pick", pick_noisy),
+        ):
+            return right(engine, *rest, **named)
+
+    return sample
+
+
+def embedded(engine: Any, fault: str) -> Any:
+    """The engine, if it is the embedded sampler; otherwise InputError."""
+    from engines.torch_sampler import TorchSampler
+
+    if not isinstance(engine, TorchSampler):
+        raise InputError(f"rollout.engine: found {type(engine).__name__}; needed for the fault {fault}: torch")
+    return engine
+
+
+# ------------------------------------------------------------------------------------------------ planting
+
+
+class Fault(NamedTuple):
+    """A fault, and what it is planted into."""
+
+    place: str  # of the right function, or class
+    wrong: Function  # the right one -> the wrong one; with ``values``: the right one, value -> the wrong one
+    values: str = ""  # the values that it takes, a regular expression; empty: it takes none
+
+
+BITS = "3|4|8"
+FAULTS = {
+    "inverted_weights": Fault("grpo.rollout_weights", inverted_weights),
+    "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
+    "foreign_routes": Fault("routing_replay.RoutingReplay.replaying", foreign_routes),
+    "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
+    "altered_evaluation": Fault("startup.Run.evaluate", altered_evaluation),
+    "rounded": Fault("startup.WeightSync", rounded, BITS),
+    "rounded_down": Fault("startup.WeightSync", rounded_down, BITS),
+    "flips": Fault("rollout.sample", flips),
+    "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }
 
 
-def plant(name: str) -> None:
-    """Put the fault in the place of the right function; InputError for an unknown fault, or if the place is gone."""
+def named_faults(text: str) -> list[tuple[str, Function]]:
+    """The place and the function of each fault that ``text`` names; InputError for an unknown name or value."""
+    return [_named_fault(one) for one in text.split("+")]
+
+
+def _named_fault(text: str) -> tuple[str, Function]:
+    name, equals, value = text.partition("=")
     if name not in FAULTS:
-        raise InputError(f"FAULT: found {name!r}; needed: one of {', '.join(FAULTS)}")
-    place, fault = FAULTS[name]
-    owner, _, attribute = place.rpartition(".")
-    try:
-        right = pkgutil.resolve_name(place)
-    except AttributeError as error:
-        raise InputError(f"{place}: not there ({error}); needed for the fault {name}") from None
-    setattr(pkgutil.resolve_name(owner), attribute, fault(right))
+        raise InputError(f"fault: found {shown(name)}; needed: one of {', '.join(FAULTS)}")
+    fault = FAULTS[name]
+    if not fault.values:
+        if equals:
+            raise InputError(f"fault: found {shown(text)}; needed: {name}, which takes no value")
+        return fault.place, fault.wrong
+    if not re.fullmatch(fault.values, value):
+        raise InputError(f"fault: found {shown(text)}; needed: {name}=VALUE, a value like {fault.values}")
+    return fault.place, lambda right: fault.wrong(right, value)
+
+
+def plant(text: str) -> None:
+    """Put the faults in the place of the right functions; InputError for an unknown fault, or if a place is gone."""
+    for place, wrong in named_faults(text):
+        owner, _, attribute = place.rpartition(".")
+        try:
+            right = pkgutil.resolve_name(place)
+        except AttributeError as error:
+            raise InputError(f"{place}: not there ({error}); needed for the fault {text}") from None
+        setattr(pkgutil.resolve_name(owner), attribute, wrong(right))
 
 
 @command

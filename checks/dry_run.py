@@ -203,7 +203,7 @@ def _weight_sync(
     sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model
     vars(sync).update(
         engine=engine, model=model, arch=arch, parallel=parallel, cfg=cfg,
-        noise={}, clean_norms={}, touched=set(), rounded=set(), stacks=engine.stacks(),
+        noise={}, clean_norms={}, touched=set(), stacks=engine.stacks(),
     )  # fmt: skip
     with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
         sync._share_experts()

@@ -20,11 +20,6 @@ def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
     return table
 
 
-def normals_of(seeds: list[int], *shape: int) -> Tensor:
-    """The same for normally distributed numbers of variance 1."""
-    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
-
-
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """The entry where the cumulative sum of ``probs`` passes ``uniform`` times its total.  (R, V), (R, 1) -> (R, 1)
 

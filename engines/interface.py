@@ -38,8 +38,6 @@ class Rule(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
-    route_flips: float = 0.0  # share of the tokens, by layer, whose last expert is replaced by the next best one
-    logit_noise: float = 0.0  # standard deviation of what is added to each logit
 
 
 class Stack(NamedTuple):
@@ -112,8 +110,6 @@ class Engine(Protocol):
         temperature: float,
         top_p: float = 1.0,
         top_k: int = 0,
-        route_flips: float = 0.0,
-        logit_noise: float = 0.0,
         return_routed_experts: bool = False,
         greedy_first: bool = False,
     ) -> list[list[Completion]]:
@@ -121,10 +117,9 @@ class Engine(Protocol):
         the greedy one, too.
 
         Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
-        the other prompts of a call change nothing but rounding. ``route_flips`` and ``logit_noise`` are those of
-        Rule, for the embedded sampler. Raises InputError for what cannot be sampled.
+        the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
         """
-        rule = Rule(max_new_tokens, temperature, top_p, top_k, route_flips, logit_noise)
+        rule = Rule(max_new_tokens, temperature, top_p, top_k)
         check_call(
             self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
         )  # fmt: skip

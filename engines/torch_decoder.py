@@ -174,11 +174,8 @@ class Decoder:
         query, key = both.narrow(-2, 0, query_heads), both.narrow(-2, query_heads, key_heads)
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
-    def _mlp(self, layer: int, x: Tensor, routes: list[Tensor], flips: Tensor | None = None) -> Tensor:
-        """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)
-
-        ``flips``: (R, MoE layers), where the last expert of a token is replaced by the next best one.
-        """
+    def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
+        """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
         arch, weights = self.arch, self.layers[layer]
         h = kernels.rms_norm(x, weights["post_attention_layernorm"], arch.rms_norm_eps)
         if "gate_up_proj" in weights:
@@ -192,12 +189,7 @@ class Decoder:
         if "gate" in self.factors[layer]:
             a, b, scale = self.factors[layer]["gate"]
             logits += scale * F.linear(F.linear(h.float(), a), b)
-        score, experts = logits.topk(arch.experts_per_token + (flips is not None), dim=-1)  # (R, K)
-        if flips is not None:
-            last = torch.where(flips[:, len(routes), None], experts[:, -1:], experts[:, -2:-1])
-            experts = torch.cat([experts[:, :-2], last], 1)
-            score = logits.gather(1, experts)
-        score = score.softmax(-1) if arch.norm_topk_prob else (score - logits.logsumexp(-1, keepdim=True)).exp()
+        score, experts = self._route(logits)
         routes.append(experts)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = experts.view(-1).sort(stable=True)
@@ -211,6 +203,13 @@ class Decoder:
         pairs = pairs.index_select(0, pair.argsort()).view(*experts.shape, -1)  # faster on a CPU than index_copy_
         mixed = pairs.sum(1)
         return x + (mixed + dense if "gate_up_proj" in weights else mixed)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the numbers of each token's experts, by the logits of a router.  (R, E) -> (R, K) twice"""
+        score, experts = logits.topk(self.arch.experts_per_token, dim=-1)
+        if self.arch.norm_topk_prob:
+            return score.softmax(-1), experts
+        return (score - logits.logsumexp(-1, keepdim=True)).exp(), experts
 
     def prefill(
         self,
@@ -264,13 +263,8 @@ class Decoder:
             experts += [torch.stack(routes, 1).to(torch.uint8)[places]] if routes else []
         return torch.cat(hidden), caches, torch.cat(experts) if experts else None
 
-    def decode(
-        self, token: Tensor, n: int, cache: LineCache | RowCache, flips: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)
-
-        ``flips``: see _mlp.
-        """
+    def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:
+        """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
         (cos, sin), x, routes = cache.begin(n), F.embedding(token, self.embedding), []
         for layer in range(self.arch.num_layers):
             mixed = cache.attend(layer, n, *self._qkv(layer, x, cos, sin))
@@ -278,7 +272,7 @@ class Decoder:
                 x = torch.addmm(x, mixed, self.layers[layer]["o_proj"].t())
             else:
                 x = x + self._linear(layer, "o_proj", mixed)
-            x = self._mlp(layer, x, routes, flips)
+            x = self._mlp(layer, x, routes)
         return x, routes
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from architecture import Architecture, layers
-from config import derive_seed
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
-from engines.drawing import normals_of, pick, uniforms_of
+from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, Rule, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
@@ -95,41 +94,29 @@ class TorchSampler(Engine):
                 )
                 # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
                 for (samples, num_samples, rule), cache in zip(chosen, caches, strict=True):
-                    tables = self._tables([seeds[i] for i in wave], samples, num_samples, rule)
-                    answers = self._run_wave(of_wave, hidden, cache, tables, rule, prompt_routes if routed else None)
+                    uniforms = self._uniforms([seeds[i] for i in wave], samples, num_samples, rule)
+                    answers = self._run_wave(of_wave, hidden, cache, uniforms, rule, prompt_routes if routed else None)
                     for row, answer in enumerate(answers):
                         completions[wave[row // len(samples)]].append(answer)
         return completions
 
-    def _tables(self, seeds: list[int], samples: range, num_samples: int, rule: Rule) -> dict[str, Tensor]:
-        """What is drawn for the ``samples`` of each prompt: a number for each token, (N, R, 1), and what disturbs them.
-
-        "noise" is added to the logits, (N, R, V); "flips" is true where a route is flipped, (N, R, L).
-        """
-        drawn, shape = {}, (num_samples, rule.max_new_tokens)
-        if rule.temperature > 0:
-            drawn["token"] = uniforms_of(seeds, *shape)[..., None]
-        if rule.logit_noise:
-            own = [derive_seed(seed, "logit noise") for seed in seeds]
-            drawn["noise"] = normals_of(own, *shape, self.arch.vocab_size).mul_(rule.logit_noise)
-        if rule.route_flips:
-            own = [derive_seed(seed, "route flips") for seed in seeds]
-            drawn["flips"] = uniforms_of(own, *shape, sum(self.arch.moe_layers)) < rule.route_flips
-        return {
-            use: table[:, samples.start : samples.stop].flatten(0, 1).transpose(0, 1).to(self.decoder.device)
-            for use, table in drawn.items()
-        }
+    def _uniforms(self, seeds: list[int], samples: range, num_samples: int, rule: Rule) -> Tensor | None:
+        """A number for each token of the ``samples`` of each prompt, (N, R, 1); None if the choice is greedy."""
+        if rule.temperature == 0:
+            return None
+        table = uniforms_of(seeds, num_samples, rule.max_new_tokens)[:, samples.start : samples.stop, :, None]
+        return table.flatten(0, 1).transpose(0, 1).to(self.decoder.device)
 
     def _run_wave(
         self,
         prompts: list[list[int]],
         hidden: Tensor,
         cache: LineCache | RowCache,
-        tables: dict[str, Tensor],
+        uniforms: Tensor | None,
         rule: Rule,
         prompt_routes: Tensor | None,
     ) -> list[Completion]:
-        """``cache.samples`` completions of each prompt, in one list. ``tables``: see _tables.
+        """``cache.samples`` completions of each prompt, in one list. ``uniforms``: see _uniforms.
 
         ``hidden``: of the last tokens of the prompts, (P, h). With the ``prompt_routes`` the completions have routes.
         """
@@ -143,15 +130,10 @@ class TorchSampler(Engine):
         routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
         row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
 
-        def drawn(use: str, n: int) -> Tensor | None:
-            return tables[use][n].index_select(0, row_ids.clamp(max=rows - 1)) if use in tables else None
-
         for n in range(new_tokens):
             self.beat()
-            logits = decoder.logits(hidden)
-            if rule.logit_noise:
-                logits = logits + drawn("noise", n)
-            token, logp = pick(logits, drawn("token", n), rule)
+            uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
+            token, logp = pick(decoder.logits(hidden), uniform, rule)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
             row_ids = row_ids.masked_fill(self.is_stop[token], rows)
@@ -161,7 +143,7 @@ class TorchSampler(Engine):
             if 2 * len(running) <= len(row_ids):
                 cache.keep_rows(running)
                 row_ids, token = row_ids[running], token[running]
-            hidden, experts = decoder.decode(token, n, cache, drawn("flips", n))
+            hidden, experts = decoder.decode(token, n, cache)
             if routes is not None:
                 routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 

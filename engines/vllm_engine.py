@@ -316,7 +316,6 @@ class VllmEngine(Engine):
                 routed and not self.routed_experts,
                 "routed experts asked of an engine that was made without routed_experts",
             ),
-            (rule.route_flips or rule.logit_noise, "route_flips and logit_noise are for the embedded sampler"),
         )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None

@@ -194,7 +194,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 
 def _method_rules(cfg: Config) -> list[Rule]:
-    loss, aqn, targets, bits = cfg.loss, cfg.aqn, cfg.lora.targets, cfg.rollout.round_bits
+    loss, aqn, targets = cfg.loss, cfg.aqn, cfg.lora.targets
     repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
     trackers, late = cfg.train.trackers, [step for step in cfg.train.profile_steps if step > cfg.train.steps]
     return [
@@ -224,22 +224,9 @@ def _method_rules(cfg: Config) -> list[Rule]:
             "loss.importance: uncorrected is for rollout.staleness above 0; needed: none",
         ),
         (
-            cfg.rollout.is_disturbed and (cfg.tiny_model is None or cfg.rollout.engine != "torch"),
-            "rollout.route_flips, rollout.logit_noise: for tests; needed: 0, or a tiny_model and rollout.engine torch",
-        ),
-        (
             cfg.reward.overlong is not None and cfg.reward.overlong.buffer > cfg.rollout.max_new_tokens,
             f"reward.overlong.buffer: {cfg.reward.overlong and cfg.reward.overlong.buffer} exceeds "
             f"rollout.max_new_tokens {cfg.rollout.max_new_tokens}",
-        ),
-        (
-            bits > 0 and not cfg.rollout.kind.alters,
-            f"rollout.round_bits: {bits} is for rollout.engine torch; needed: 0 with {cfg.rollout.engine}",
-        ),
-        (
-            bits > 0 and cfg.keeps_factors_apart,
-            f"rollout.round_bits: {bits} rounds merged weights, which rollout.sync {cfg.rollout.sync} does not push; "
-            "needed: merged",
         ),
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
         (len(set(trackers)) < len(trackers), f"train.trackers: found [{', '.join(trackers)}]; needed: each one once"),

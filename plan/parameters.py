@@ -77,7 +77,7 @@ def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     WeightSync asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
     another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere.
     """
-    packs = device in cfg.rollout.kind.packs_on or cfg.rollout.round_bits or layout.role == "trainers"
+    packs = device in cfg.rollout.kind.packs_on or layout.role == "trainers"
     fits = layout.engine_expert == 1 or splits_as_trainer(layout)
     whole = whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
     splits_each = layout.engine_expert > 1 and not (whole or cfg.rollout.expert_parallel)

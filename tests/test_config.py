@@ -182,7 +182,6 @@ def other_values(cfg: Config) -> dict[str, object]:
         "eval.sets": "{other: [a.jsonl, b.json]}",
         "rollout.engine": "vllm",
         "rollout.sync": "adapter",
-        "rollout.round_bits": 4,
         "reward.method": "openai",
         "lora.targets": "[linear_fc1]",
         "loss.advantage": "none",

@@ -39,6 +39,10 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert refusal(TINY, "parallel.pipeline=2") == (
         "override parallel.pipeline: not a key since version 0.2.0, always 1; needed: leave it out"
     )
+    assert refusal(TINY, "rollout.round_bits=3") == (
+        "override rollout.round_bits: not a key since version 0.2.0, always 0 (the benchmark plants it: "
+        "benchmarks/planted_fault.py); needed: leave it out"
+    )
     assert refusal(TINY, "train.tensorboard=true") == (
         "override train.tensorboard: not a key since version 0.2.0; needed: train.trackers: [tensorboard] for true, or "
         "leave it out for false"
@@ -167,7 +171,6 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         (["optim.prompts_per_update=12"], "12 does not divide rollout.prompts_per_step 32; nearest: 8, 16"),
         (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
         (["loss.importance=icepop", "loss.importance_low=2"], "loss.importance_low: 2.0 is not below"),
-        (["rollout.sync=adapter", "rollout.round_bits=4"], "which rollout.sync adapter does not push; needed: merged"),
         (["loss.kl_coef=0"], "use loss.kl: none"),
         (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
         (

@@ -1,42 +1,72 @@
-"""Flipped routes and noisy logits in training runs."""
+"""Training runs whose sampler differs from the trainer on purpose: rounded weights, wrong experts, noise on logits."""
 
 from __future__ import annotations
 
+import json
+import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
 import training
-from refused import refusal
+from planting import Plant
+from source import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from planted_fault import named_faults
+
+from inputs.files import InputError
+from tripwires import Tripped
 
 pytestmark = pytest.mark.nightly
-TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.yaml"
-SHORT = {"train__steps": 2, "loss__kl": "none"}
+# The policy does not change, so all evaluations must be those of the clean run.
+STILL = {"optim__lr": 1e-30, "train__steps": 2, "eval__every": 1, "loss__kl": "none"}
+DISTURBED = {"rounded": "rounded=3", "flips": "flips", "flips_r3": "flips", "noise": "noise=0.5"}
+
+
+def planted(faults: str) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for place, wrong in named_faults(faults):
+            patch.setattr(place, wrong(pkgutil.resolve_name(place)))
+
+    return plant
 
 
 @pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
+def runs(model, tmp_path_factory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs")
 
-    def run(name: str, **changes) -> tuple[str, training.Config]:
-        return "TP1", training.config(model, out / name, **SHORT | changes)
+    def config(name: str, *off: str) -> training.Config:
+        mode = "r3" if "r3" in name else "off"
+        return training.config(model, out / name, **STILL, checks__off=("adapters", *off), replay__mode=mode)
 
-    return training.run_all({
-        "clean": run("clean"),
-        "flips": run("flips", rollout__route_flips=0.5),
-        "flips_r3": run("flips_r3", rollout__route_flips=0.5, replay__mode="r3"),
-        "noise": run("noise", rollout__logit_noise=0.5),
-    })  # fmt: skip
+    cfgs = {"clean": config("clean")} | {name: config(name, "logp_gap") for name in DISTURBED}
+    jobs = {"clean": (lambda patch: None, cfgs["clean"], "TP1")}
+    jobs |= {name: (planted(fault), cfgs[name], "TP1") for name, fault in DISTURBED.items()}
+    checked = {f"{name}, checked": (planted(DISTURBED[name]), config(f"{name}_checked"), "TP1") for name in DISTURBED}
+    ended = training.raised_each(jobs | checked)
+    assert all(ended[name] == [(InputError, "")] for name in jobs), ended
+    for name in checked:
+        ((kind, message),) = ended[name]
+        if "r3" in name:
+            assert message == ""
+        else:
+            assert kind is Tripped and message.startswith("checks.logp_gap: step 1: sampler and trainer differ by ")
+    return {name: training.only_run(cfg) for name, cfg in cfgs.items()}
 
 
 def test_a_disturbed_sampler_is_far_from_the_trainer_and_a_replay_of_its_routes_brings_it_back(runs) -> None:
-    gaps = {name: training.metrics(runs[name])[1]["rollout/logp_gap_mean"] for name in runs}
-    assert min(gaps["flips"], gaps["noise"]) > 1e-3 > 1e-4 > max(gaps["flips_r3"], gaps["clean"])
-    for name in ("flips", "flips_r3", "noise"):  # judged on a probe without the disturbance
-        assert all(row["sync/probe_gap"] < 1e-5 for row in training.metrics(runs[name]))
+    """The fixture has shown that the check logp_gap stops these runs, unless it is off."""
+    gaps = {name: training.metrics(run)[1]["rollout/logp_gap_mean"] for name, run in runs.items()}
+    assert min(gaps["rounded"], gaps["flips"], gaps["noise"]) > 1e-3 > 1e-4 > max(gaps["flips_r3"], gaps["clean"])
 
 
-def test_a_disturbed_engine_other_than_the_embedded_one_is_refused() -> None:
-    assert (
-        "rollout.route_flips, rollout.logit_noise: for tests; needed: 0, or a tiny_model and rollout.engine torch"
-        in refusal(TINY, "rollout.logit_noise=0.5", "rollout.engine=vllm")
-    )
+@pytest.mark.parametrize("name", DISTURBED)
+def test_evaluations_are_those_of_the_trained_policy_to_the_last_bit(runs, name: str) -> None:
+    for file in ("eval.jsonl", "eval_outcomes.jsonl"):
+        assert (runs[name] / file).read_bytes() == (runs["clean"] / file).read_bytes()
+    evaluations = (runs["clean"] / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2]
+    sampled = [(runs[label] / "completions.jsonl").read_text() for label in (name, "clean")]
+    assert sampled[0] != sampled[1], "control: the disturbance changes what is sampled for training"

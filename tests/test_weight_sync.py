@@ -21,7 +21,6 @@ from torch import Tensor
 
 import aqn
 import lora_megatron
-import quantisation
 import weights_hf
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
@@ -39,8 +38,6 @@ NOISES = {
     "clean router, shared expert": {"aqn__targets": ("attention", "experts", "mlp"), "aqn__router": "clean"},
     "patterns": {"aqn__targets": ("*norm.weight",)},
     "router alone": {"aqn__targets": ("router",)},  # no norm changes, only columns behind it
-    # All matrices, also those of the experts, which have no adapter here.
-    "rounded": {"rollout__round_bits": 4, "lora__targets": ("linear_qkv", "linear_proj")},
 }
 
 
@@ -57,14 +54,6 @@ def held(engine: TorchSampler) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate", "up", "down"))
-
-
-def rounded_stream(stream):
-    """Embedding, head, norms, biases and routers stay as they are."""
-    return ((name, quantisation.rounded(x, 4, 32) if name.endswith(ROUNDED) else x) for name, x in stream)
 
 
 def loaded(arch, stream) -> dict[str, Tensor]:
@@ -91,9 +80,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
             adapted.move(adapters, arch, parallel, step)
             clean = loaded(arch, weights_hf.export(model, arch, parallel))
             expected, pushed = clean, sync.push(step, PROBE)
-            if label == "rounded":
-                expected = loaded(arch, rounded_stream(weights_hf.export(model, arch, parallel)))
-            elif noise:
+            if noise:
                 stream = weights_hf.export(model, arch, parallel)
                 plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
@@ -109,8 +96,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
                 "noisy": not same(first, clean),
                 "sigma": pushed.get("aqn/sigma"),
                 "shift": pushed.get("aqn/probe_shift"),
-                "gap": pushed["sync/probe_gap"] if label == "rounded" else pushed.get("aqn/probe_gap") or 0,
-                "share": pushed["sync/update_share"] if label == "rounded" else 1,  # of the clean push
+                "gap": pushed.get("aqn/probe_gap") or 0,
                 "norms": {name: tensor for name, tensor in first.items() if "norm" in name},
                 "held": first,
             }
@@ -130,13 +116,12 @@ def test_a_push_equals_a_full_one_and_a_clean_one_leaves_nothing(noise: str, lay
     for answer in (answer[noise] for answer in answers[layout]):
         assert answer["first"] and answer["trainer unmoved"]
         for step, sigma in enumerate(SIGMAS):
-            found, noisy = answer[step], noise not in ("off", "rounded") and sigma > 0
+            found, noisy = answer[step], noise != "off" and sigma > 0
             assert found["equals a full push"] and found["no drift"] and found["clean again"]
-            assert found["noisy"] == (noisy or noise == "rounded")
-            assert found["sigma"] == (None if noise in ("off", "rounded") else sigma)
+            assert found["noisy"] == noisy
+            assert found["sigma"] == (None if noise == "off" else sigma)
             assert bool(found["shift"]) == noisy
             assert found["gap"] < 1e-5, "engine and trainer, before the noise"
-            assert found["share"] == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -149,47 +134,11 @@ def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(n
             assert not same(one[noise][step]["held"], one["off"][step]["held"])
 
 
-# ------------------------------------------------------------------------------------------------ rounded weights
-
-
-def test_rounded_weights_by_hand() -> None:
-    """3 bits have -3 to 3. The scales are 3 / 3 = 1 and 0.6 / 3 = 0.2, then 0 (a group of zeros) and 9 / 3 = 3."""
-    weight = torch.tensor([[3.0, -1.4, 0.6, 0.29], [0.0, 0.0, 4.6, -9.0]])
-    expected = torch.tensor([[3.0, -1.0, 0.6, 0.2], [0.0, 0.0, 6.0, -9.0]])
-    torch.testing.assert_close(quantisation.rounded(weight, 3, 2), expected)
-    # One scale of 1 for the first three inputs; the last one has its own, which keeps it.
-    torch.testing.assert_close(quantisation.rounded(weight[:1], 3, 3), torch.tensor([[3.0, -1.0, 1.0, 0.29]]))
-    # 4 bits: the scale is 7 / 7 = 1. 8 bits: 127 / 127 = 1.
-    assert quantisation.rounded(torch.tensor([[7.0, 2.4, -6.6]]), 4, 32).tolist() == [[7.0, 2.0, -7.0]]
-    assert quantisation.rounded(torch.tensor([[127.0, 2.4, -99.6]]), 8, 32).tolist() == [[127.0, 2.0, -100.0]]
-    assert quantisation.rounded(weight.bfloat16(), 3, 2).dtype == torch.bfloat16
-
-
-def refusal(parallel: Parallel, path: Path) -> str:
-    noise = {"aqn__schedule": "constant", "aqn__targets": ("experts",), "rollout__round_bits": 4}
-    cfg = training.config(path, path, lora__targets=TARGETS, **noise)
-    model, arch = adapted.load(path, parallel)
-    try:
-        WeightSync(
-            TorchSampler(arch, stop_tokens=set(), pad_token=0), model, arch, parallel, adapted.placed(cfg, parallel)
-        )
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-def test_noise_in_the_columns_of_a_rounded_matrix_is_refused(tmp_path: Path) -> None:
-    """With a shared expert, `experts` without `mlp` takes the noise out of the columns of its matrices."""
-    path = reference.save("qwen2_moe", tmp_path)
-    (found,) = world.in_layouts(["TP1"], refusal, path)["TP1"]
-    assert "the noise changes columns of model.layers.0.mlp.shared_expert" in found and "rollout.round_bits" in found
-
-
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
 def push_all_but_norms(_: object, sync: WeightSync) -> None:
-    changed = sync._export(sync.touched | sync.rounded)
+    changed = sync._export(sync.touched)
     sync.engine.load_weights((name, tensor) for name, tensor in changed if name not in sync.touched)
 
 
@@ -206,7 +155,6 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     }  # fmt: skip
     small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
     changes = {"clean": still, "noisy": still | noise, "faulty": still | noise}
-    changes["rounded"] = still | {"rollout__round_bits": 3}
     changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     faulty = cfgs.pop("faulty")
@@ -215,12 +163,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return runs | {"faulty": training.only_run(faulty)}
 
 
-def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise_or_rounding(
-    runs: dict[str, Path],
-) -> None:
+def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dict[str, Path]) -> None:
     for name in ("eval.jsonl", "eval_outcomes.jsonl"):
-        for label in ("noisy", "rounded"):
-            assert (runs[label] / name).read_bytes() == (runs["clean"] / name).read_bytes()
+        assert (runs["noisy"] / name).read_bytes() == (runs["clean"] / name).read_bytes()
     evaluations = (runs["clean"] / "eval.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2, 3]
     sampled = [(runs[label] / "completions.jsonl").read_text() for label in ("noisy", "clean")]
@@ -228,10 +173,10 @@ def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise_or_roundi
 
 
 def test_the_check_of_the_gap_uses_the_clean_policy(runs: dict[str, Path]) -> None:
-    """The gap of the rounded one is far above the bound of 1e-3."""
-    for row in training.metrics(runs["rounded"]):
-        assert row["sync/probe_gap"] < 1e-5 and row["rollout/logp_gap_mean"] > 2e-3
-    assert all("sync/probe_gap" not in row for row in training.metrics(runs["clean"]))
+    """The gap of the noisy one is far above the bound of 1e-3."""
+    for row in training.metrics(runs["noisy"]):
+        assert row["aqn/probe_gap"] < 1e-5 and row["rollout/logp_gap_mean"] > 2e-3
+    assert all("aqn/probe_gap" not in row for row in training.metrics(runs["clean"]))
 
 
 def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Path]) -> None:
