@@ -75,5 +75,4 @@ def draw_panel(axes: Any, key: str, curve: Curve) -> None:
     axes.set_xlabel("steps done", fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.locator_params(axis="x", integer=True)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from killed import in_child
@@ -128,6 +129,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning(failure: str, tmp_path: P
     code, reason = FAILURES[failure]
     lines = dict.fromkeys(("at_import", "at_init", "at_log", "at_finish"), "pass") | code
     (tmp_path / "wandb.py").write_text(PACKAGE.format(**lines))
+    monkeypatch.setenv("PLACE", "lost")  # a word of a warning that is no secret
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     said: list[str] = []
@@ -137,10 +139,19 @@ def test_a_tracker_that_fails_is_off_after_one_warning(failure: str, tmp_path: P
         started.log(step, {"reward/mean": 0.5, "text": "x"})
         started.log(step, {"completions": [row]})
     started.close()
-    started.close()
     sys.modules.pop("wandb", None)
     assert len(said) == 1 and said[0].startswith("warning: train.trackers: wandb is off: ") and reason in said[0], said
     assert SECRET not in said[0] and "\n" not in said[0]
+
+
+def test_a_tracker_is_ended_once(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """The end of a training closes its log again, when finish has done so."""
+    ended: list[str] = []
+    monkeypatch.setitem(trackers.OPEN, "wandb", lambda *_: SimpleNamespace(finish=lambda: ended.append("once")))
+    started = trackers.Trackers(["wandb"], tmp_path, 0, print)
+    started.close()
+    started.close()
+    assert ended == ["once"]
 
 
 # ------------------------------------------------------------------------------------------------ settings
