@@ -288,8 +288,8 @@ def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log
             else:
                 metrics.setdefault("actor/entropy", 1.0)  # some old records do not have these two
             metrics.setdefault("rollout/identical_groups", 0)
-            # Older records with a disturbed sampler have the gap of the policy without the disturbance here.
-            metrics["rollout/logp_gap_mean"] = metrics.get("sync/probe_gap", metrics["rollout/logp_gap_mean"])
+            if "sync/probe_gap" in metrics:  # of the policy without the disturbance of the sampler
+                metrics["rollout/logp_gap_mean"] = metrics["sync/probe_gap"]
             watch.after_step(row["step"], metrics, (0.0, 1.0), lambda bound: "")
         fired = {line.removeprefix("warning: checks.").partition(":")[0] for line in said}
         # What its sweep turns off would stop it. Older records have an action for each check, newer ones have lists.
