@@ -99,7 +99,7 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
         return code
     out = ROOT.parent / f"rerun-{record.id}" / record.config["train"]["out_dir"]
     repeated = max(out.glob(f"{record.config['name']}-*"), key=lambda run: run.stat().st_mtime)
-    return compare(results, [record.id, str(repeated)], "sampled")
+    return compare(results, [record.id, str(repeated)])
 
 
 def repeat(a: Record, b: Record) -> tuple[str, int] | None:
@@ -142,7 +142,8 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", list[Record]]:
     if folder.is_dir():
         runs = records.of_sweep(folder)
         return records.frame(runs), [run.record for run in runs]
-    there, steps = records.load_records(results), records.load(results)
+    steps = records.load(results)
+    there = records.records_of(steps)
     if name in there:
         return steps[steps["id"] == name].assign(variant=name), [there[name]]
     if chosen := [record for record in there.values() if record.variant == name]:
@@ -151,12 +152,16 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", list[Record]]:
     raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
 
 
-def compare(results: Path, names: list[str], kind: comparisons.Kind) -> int:
-    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason"""
+def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
+    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
+
+    ``kind``: by default the sampled answers, or the greedy ones where no run has sampled ones.
+    """
     import pandas
 
     found = [find(results, name) for name in names]
     steps = pandas.concat([each for each, _ in found])
+    kind = kind or ("sampled" if steps.get("eval/sampled_accuracy", pandas.Series()).notna().any() else "greedy")
     base, *others = dict.fromkeys(steps["variant"])
     if not others:
         raise InputError(
@@ -239,7 +244,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
-    comparing.add_argument("--kind", choices=comparisons.KINDS, default="sampled", help="the outcome; curve: its mean")
+    comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
         parser.error("one of the commands, or --check alone")

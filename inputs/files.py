@@ -61,12 +61,17 @@ def first_names(names: Iterable[str]) -> str:
     return (", ".join(known[:10]) or "none") + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
 
+def printable(text: str, kept: str = "") -> str:
+    """``text`` with control characters as escapes, but for those ``kept``: they may change the state of a terminal."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 def one_line(error: BaseException) -> str:
     """The message of ``error`` as one printable line of about LONGEST_MESSAGE characters at most."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    text = printable(" ".join(text.split()))
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 105]} ... {text[-100:]}"
 
 

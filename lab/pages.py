@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inputs.files import InputError, read_text, write_atomically
+from inputs.files import InputError, first_three, read_text, write_atomically
 from lab import comparisons, records
 from lab.comparisons import Comparison, Entry, Finding, Plan
 
@@ -41,7 +41,7 @@ def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", mad
     generated = {
         page: results_page(plan, made, steps),
         page.parent / "docs" / "benchmark.md": benchmark_page(plan, made),
-        results / "README.md": files_table(results, steps),
+        results / "README.md": files_table(steps),
     }
     return {path: _between_marks(path, text) for path, text in generated.items() if path == page or path.exists()}
 
@@ -155,21 +155,17 @@ def full_row(one: Comparison) -> dict[str, str]:
     }
 
 
-def files_table(results: Path, steps: "pandas.DataFrame") -> str:
+def files_table(steps: "pandas.DataFrame") -> str:
     """The files of records: their runs, variants, steps and commits."""
     rows = []
-    for path in sorted(results.glob("[!.]*.parquet")):
-        if path.name == records.WEIGHTS:
-            continue
-        there = records.read_table(path)
-        own = steps[steps["id"].isin(there["id"].unique())]
-        commits = sorted({commit[:7] for commit in there["record/commit"].dropna()})
+    for file, own in steps.groupby("file"):
+        commits = sorted({commit[:7] for commit in own["record/commit"].dropna()})
         rows.append({
-            "file": f"`{path.name}`",
+            "file": f"`{file}`",
             "variants": str(own["variant"].nunique()),
             "runs": str(own["id"].nunique()),
-            "steps of a run": str(there.groupby("id")["step"].max().max()),
-            "commits": ", ".join(commits[:3]) + f" and {len(commits) - 3} more" * (len(commits) > 3),
+            "steps of a run": str(own["step"].max()),
+            "commits": first_three(commits),
         })  # fmt: skip
     return table(rows)
 

@@ -153,11 +153,11 @@ def read_run(folder: Path, name: str = "", to_keep: bool = True) -> Run:
             files=finished["sha256"],
         )
         run = Run(record, _rows(folder))
+    except InputError:
+        raise
     except (LookupError, TypeError, ValueError) as error:
-        raise (
-            error
-            if isinstance(error, InputError)
-            else InputError(f"{folder}: no record: a file of it holds something else than a run writes: {error!r}")
+        raise InputError(
+            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
         ) from None
     if to_keep and (private := PRIVATE.search(json.dumps(record))):
         raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
@@ -190,11 +190,16 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------------- the results
 
 
+def files(results: Path) -> list[Path]:
+    """The files of records."""
+    return [path for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
+
+
 def load(results: Path) -> "pandas.DataFrame":
-    """All rows of all records, with the columns `variant` and `seed`."""
+    """All rows of all records, with the columns `file`, `variant` and `seed`."""
     import pandas
 
-    tables = [read_table(path) for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
+    tables = [read_table(path).assign(file=path.name) for path in files(results)]
     if not tables:
         raise InputError(f"{results}: no record; needed: what report.py add writes")
     steps = pandas.concat(tables, ignore_index=True)
@@ -238,9 +243,8 @@ def read_table(path: Path) -> "pandas.DataFrame":
     return table
 
 
-def load_records(results: Path) -> dict[str, Record]:
-    """id -> record."""
-    steps = load(results)
+def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
+    """id -> record, from the rows of `load`."""
     first = steps[steps["record/commit"].notna()]
     return {
         row["id"]: Record(row["id"], *(_value(row[f"record/{field}"]) for field in Record._fields[1:]))
@@ -257,7 +261,7 @@ def _value(stored: Any) -> Any:
 
 def load_record(results: Path, name: str) -> Record:
     """One record; InputError when it is missing."""
-    records = load_records(results)
+    records = records_of(load(results))
     if name not in records:
         raise InputError(f"{results}: {name}: no such record; there are: {first_names(records)}")
     return records[name]
@@ -298,7 +302,7 @@ def add(folders: list[Path], results: Path, name: str = "") -> Path:
         raise InputError(f"--id: found {name!r}; needed: a name for {len(runs)} runs: letters, digits, . _ and -")
     if target.exists():
         raise InputError(f"{target}: exists; records are never replaced; needed: another name (--id)")
-    there = list(load_records(results).values()) if any(results.glob("[!.]*.parquet")) else []
+    there = list(records_of(load(results)).values()) if files(results) else []
     for run in runs:
         if fault := clash(run.record, there):
             raise InputError(f"{run.record.id}: {fault}")

@@ -7,7 +7,7 @@ They are those of completions.jsonl in the run's folder; train.completions_logge
 
 from pathlib import Path
 
-from inputs.files import InputError
+from inputs.files import InputError, printable
 from run_record import read_lines
 
 
@@ -35,9 +35,4 @@ def show(run: Path, step: int | None = None) -> str:
             if "gold" in row:
                 lines += [f"gold answer: {row['gold']}"]
         lines += ["", f"--- reward {row.get('reward')}, {row.get('tokens')} tokens", str(row.get("completion"))]
-    return printable("\n".join(lines))
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters as escapes: a model may write what changes the state of a terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+    return printable("\n".join(lines), kept="\n\t")  # a model may write anything

@@ -50,7 +50,7 @@ def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Pa
     assert set(steps["variant"]) == {"base"} and set(steps["seed"]) == {3}
     plain = pandas.read_parquet(results / "base-seed3.parquet")  # as results/README.md says
     assert plain["record/commit"].notna().sum() == 1 and json.loads(plain["record/config"][0])["train"]["seed"] == 3
-    (record,) = records.load_records(results).values()
+    (record,) = records.records_of(records.load(results)).values()
     assert (
         record == records.read_run(run).record
         and record.files == json.loads((run / "finished.json").read_text())["sha256"]
@@ -61,7 +61,7 @@ def test_the_records_of_the_repository_are_small_and_name_nobody() -> None:
     files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8e6
     assert (ROOT / "results" / records.WEIGHTS).stat().st_size < 3e6
-    for record in records.load_records(ROOT / "results").values():
+    for record in records.records_of(records.load(ROOT / "results")).values():
         assert not records.PRIVATE.search(json.dumps(record)) and len(record.commit) == 40
 
 

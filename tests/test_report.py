@@ -234,6 +234,17 @@ def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
     assert "variants: base, better" in capsys.readouterr().err
 
 
+def test_runs_without_sampled_answers_are_compared_by_the_greedy_ones(tmp_path: Path, capsys) -> None:
+    low = recorded.make_run(tmp_path, "low", 0, 0.4)
+    made = [low, recorded.make_run(tmp_path, "high", 0, 0.9, overrides=("lora.rank=8",))]
+    for folder in made:
+        lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        kept = [{key: x for key, x in line.items() if key != "eval/sampled_accuracy"} for line in lines]
+        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        recorded.seal(folder)
+    assert report.main(["compare", *map(str, made)]) == 0 and "  greedy: +" in capsys.readouterr().out
+
+
 def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path, capsys) -> None:
     """Also runs of changed source, which may not become records."""
     out, jobs = tmp_path / "out", {}

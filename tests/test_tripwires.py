@@ -262,7 +262,8 @@ def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path
 def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log_says_so() -> None:
     """Shuffled rewards, noise and a high temperature do spoil the answers; all other checks are silent."""
     of_answers, of_training = {"truncated", "unparsable"}, {"sampling", "reward_constant"}
-    steps, about = records.load(ROOT / "results"), records.load_records(ROOT / "results")
+    steps = records.load(ROOT / "results")
+    about = records.records_of(steps)
     sections = ("reward/", "response_length/", "actor/", "rollout/", "aqn/", "replay/", "moe/", "sync/")
     measured = [name for name in steps.columns if name.startswith(sections)]
     assert len(about) > 1000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +38,11 @@ def make_run(
     overrides: tuple[str, ...] = (),
     luck: int | None = None,
     commit: str = COMMIT,
-    gold: Callable[[int], str] = str,
-    first_step: int = 1,
 ) -> Path:
     """A finished run of four steps of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
     ``before`` is the probability at the start, ``after`` at the end. ``luck`` seeds the answers; without it, ``seed``
-    and ``name`` do. ``gold``: number of a question -> its gold answer. ``first_step``: 0 as before version 0.2.
+    and ``name`` do.
     """
     folder = out / f"{name}-20300102-030405"
     folder.mkdir(parents=True)
@@ -54,7 +51,7 @@ def make_run(
     generator = np.random.default_rng([seed, *name.encode()] if luck is None else luck)
     lines: dict[str, list[dict]] = {name: [] for name in ("metrics", "timing", "completions", "eval", "eval_outcomes")}
     for step in range(4):
-        at = {"step": step + first_step}
+        at = {"step": step + 1}
         reward = before + (after - before) * (step + generator.random()) / 4
         entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
@@ -68,7 +65,7 @@ def make_run(
         shares = dict(zip(("eval/greedy_accuracy", "eval/sampled_accuracy"), right.mean(0), strict=True))
         lines["eval"].append({"step": step, "eval/num_questions": questions, "eval/samples": 1, **shares})
         lines["eval_outcomes"] += [
-            {"step": step, "question": place, "gold": gold(place), "greedy": greedy, "sampled": [sampled]}
+            {"step": step, "question": place, "gold": str(place), "greedy": greedy, "sampled": [sampled]}
             for place, (greedy, sampled) in enumerate(right.tolist())
         ]
     texts = {f"{name}.jsonl": "".join(map(run_record.json_line, rows)) for name, rows in lines.items()}
@@ -101,16 +98,13 @@ def replaced(path: Path, old: str, new: str, count: int = -1) -> None:
     seal(path.parent)
 
 
-def add_variants(project: Path, *, commit: str = COMMIT, questions: int = 40) -> None:
+def add_variants(project: Path) -> None:
     """Records of two variants of three seeds in project/results: the second one is better."""
     made = [
-        make_run(
-            project.with_name("out"), f"{name}-seed{seed}", seed, after, questions=questions, overrides=change,
-            commit=commit,
-        )
+        make_run(project.with_name("out"), f"{name}-seed{seed}", seed, after, questions=40, overrides=change)
         for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",)))
         for seed in range(3)
-    ]  # fmt: skip
+    ]
     records.add(made, project / "results", "variants")
 
 
