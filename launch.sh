@@ -11,7 +11,9 @@
 #   PYTHON                             the interpreter
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
+if [ "${RESTARTS:-0}" != 0 ]; then
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
+fi
 
 case $DEVICE in   # at the top level, as CANN's scripts expect
     npu) source ./npu_env.sh ;;

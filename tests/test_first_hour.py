@@ -181,8 +181,7 @@ def test_a_script_that_is_interrupted_or_killed_ends_its_stage_and_can_be_starte
         assert first.process.wait(20) == code, first.text
         assert ended((hour.folder / "child").read_text().strip())
     (hour.folder / "plan").unlink()
-    as_started = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # by launched.py
-    assert hour.start(**as_started)[:2] == (0, NAMES[1:-1])
+    assert hour.start(OMP_NUM_THREADS="1")[:2] == (0, NAMES[1:-1])
 
 
 def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:

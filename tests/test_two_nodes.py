@@ -91,7 +91,8 @@ def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, undisturbe
 
 @pytest.mark.ci
 @pytest.mark.slow
-def test_torchrun_restarts_a_lost_process_that_it_has_executed(model, tmp_path) -> None:
+def test_torchrun_restarts_a_lost_process_that_it_has_executed(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(launched.NEW_STORE, "1")
     words = ("tests/support/faulty_train.py", configuration(model, tmp_path))
     with meeting() as nodes, ExitStack() as stack:
         started = []

@@ -73,7 +73,8 @@ def start(
     training.import_before_the_fork()
     words = ["--run-path", "--start-method=fork", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *nodes]
     words += [str(word) for word in (ROOT / script, *arguments)]
-    work = (launched.VARIABLES, log, launch, (words, plant, light))
+    variables = launched.VARIABLES | ({launched.NEW_STORE: "1"} if restarts else {})
+    work = (variables, log, launch, (words, plant, light))
     process = get_context("fork").Process(target=world.as_launched, args=work)
     process.start()
     return Agent(process, log)

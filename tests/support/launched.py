@@ -15,8 +15,9 @@ import psutil
 import pytest
 from source import ROOT
 
-# As in launch.sh: torchrun's own store keeps the addresses of processes that have ended.
-VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+VARIABLES = {"OMP_NUM_THREADS": "1"}
+# "1" before a restart, as in launch.sh. Otherwise no other program can take the store's port before the first rank does.
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def noting_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
