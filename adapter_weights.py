@@ -9,7 +9,6 @@ converted in the same way. E experts, R rank.
 import dataclasses
 import functools
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,13 +20,12 @@ import weights_hf
 from architecture import Architecture, Module, every_module, layers
 from checkpoint import Checkpoint
 from inputs.files import InputError, first_three
-from knobs import Config, LoraConfig
+from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
 SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers
-SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
 
 
 def target_of(arch: Architecture, name: str) -> str:
@@ -48,15 +46,6 @@ def _module_of(name: str, arch: Architecture) -> Module:
 
 
 # ------------------------------------------------------------------------------------------------ whole <-> shards
-
-
-@torch.no_grad()
-def gather(
-    adapters: dict[str, Adapter], values: Mapping[str, Tensor], arch: Architecture, parallel: Parallel
-) -> dict[str, Tensor]:
-    """Whole tensors by Hugging Face name from the ``values`` of every rank (by factor name). Collective."""
-    factors = lora_megatron.factors(adapters)
-    return {hf_name(name, arch): whole(name, factors[name], values[name], arch, parallel).clone() for name in factors}
 
 
 @torch.no_grad()
@@ -202,114 +191,7 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
             yield Adapted(layer, module, lora.rank_of(module.kind == "experts"))
 
 
-# ------------------------------------------------------------------------------- copies of one piece on several ranks
-
-
-Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece of it) -> this rank's tensor
-
-
-def adapter_pieces(adapters: dict[str, Adapter], arch: Architecture, parallel: Parallel) -> Pieces:
-    """The LoRA factors of this rank that other ranks hold, too, under the names of the whole factors in checkpoints."""
-    pieces: Pieces = {}
-    for name, factor in lora_megatron.factors(adapters).items():
-        shard = parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
-        experts = f" of experts {parallel.expert_rank}" if factor.is_expert else ""
-        if parallel.copies(factor) > 1:
-            pieces[hf_name(name, arch), f"{shard}{experts}"] = factor
-    return pieces
-
-
-def all_pieces(model: torch.nn.Module, arch: Architecture, adapters: dict[str, Adapter], parallel: Parallel) -> Pieces:
-    """adapter_pieces, and such frozen weights under the Hugging Face name of their first block."""
-    pieces = adapter_pieces(adapters, arch, parallel)
-    for slot in weights_hf.slots(model, arch, parallel):
-        shards = parallel.shards(slot.experts is not None)
-        holders = parallel.data if slot.experts is None else parallel.expert_data
-        if slot.dim is None:
-            holders *= shards.size
-        if holders == 1:
-            continue
-        shard = str(shards.rank) if slot.dim is not None else ""
-        for part, tensor in slot.held().items():
-            matrices = tensor[None] if slot.experts is None else tensor
-            for names, matrix in zip(slot.blocks, matrices, strict=True):
-                pieces[names[0] + part, shard] = matrix
-    return pieces
-
-
-@torch.no_grad()
-def update_kept(model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config) -> dict[str, float]:
-    """How much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
-
-    The policy's change C is the merged weight as it is pushed, minus W; or, if the engine keeps factors apart,
-    (alpha / R) B A of the factors as they are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing is
-    lost. sync/update_error is |C - U| / |U|. Both also for each kind of module; mlp: dense layers and shared experts.
-    They are 1 and 0 before the first update, where U is 0. Large weights are represented by SAMPLED_ROWS of their rows.
-
-    Where trainer and engine share the memory of merged experts, no difference of log-probs shows a wrong merge. There
-    C comes from this memory, and sync/experts_wrong is the share of its sampled elements that are not W + U, computed
-    here apart from Adapter.merged, in the expert where most are wrong. Of 10^5 elements, none differs in a sound merge,
-    and 400 after an update of B by 1e-6.
-    """
-    products: dict[str, list[Tensor]] = defaultdict(list)  # kind -> (2, 2) of each slot
-    shares: dict[str, list[float]] = defaultdict(list)  # what they count, for unsampled rows and copies on other ranks
-    wrong: list[Tensor] = []
-    for slot in weights_hf.slots(model, arch, parallel):
-        if (adapter := slot.adapter) is None:
-            continue
-        is_expert = slot.experts is not None
-        first, second = (adapter.A[slot.experts], adapter.B[slot.experts]) if is_expert else (adapter.B, adapter.A)
-        scale = cfg.lora.alpha / cfg.lora.rank_of(is_expert)
-        kind = slot.kind if slot.kind in ("attention", "experts", "router") else "mlp"
-        every, dtype = -(-first.shape[-2] // SAMPLED_ROWS), slot.stored.dtype
-        first = first[..., ::every, :]
-        update, error = both = first.new_empty(2, *first.shape[:-1], second.shape[-1])  # U and C - U
-        torch.matmul(first, second, out=update).mul_(scale)
-        if cfg.keeps_factors_apart:
-            pair = (factor if kind == "router" else factor.to(dtype).float() for factor in (first, second))
-            change = torch.matmul(*pair).mul_(scale)
-        else:
-            weight = slot.rows(every)
-            policy = (update + weight).to(dtype)
-            if adapter.place is not None:
-                held = adapter.place[slot.experts][..., ::every, :]
-                wrong.append(held.ne(policy).flatten(1).mean(1, dtype=torch.float32))  # (e,)
-                policy = held
-            change = policy.float().sub_(weight)
-        torch.sub(change, update, out=error)
-        products[kind].append(both.flatten(1) @ both.flatten(1).t())
-        copies = min(map(parallel.copies, (adapter.A, adapter.B)))  # of this shard, on as many ranks
-        shares[kind].append(slot.stored.shape.numel() / update.numel() / copies)
-    sums = [
-        torch.tensordot(torch.tensor(shares[kind]).to(each[0].device), torch.stack(each), 1)
-        for kind, each in products.items()
-    ]
-    totals = parallel.sum_over_ranks(torch.stack(sums))
-    by_kind = {f"_{kind}": total for kind, total in zip(products, totals, strict=True)} | {"": totals.sum(0)}
-    metrics = {}
-    for ending, total in by_kind.items():
-        (own, both), (_, lost) = total.tolist()  # <U, U>, <U, C - U>; <C - U, C - U>
-        metrics[f"sync/update_share{ending}"] = 1 + both / own if own else 1.0
-        metrics[f"sync/update_error{ending}"] = (lost / own) ** 0.5 if own else 0.0
-    # A collective that every rank enters, whatever it shares.
-    worst = parallel.max_over_ranks(torch.cat(wrong).amax().item() if wrong else -1.0)
-    return metrics | ({"sync/experts_wrong": worst} if worst >= 0 else {})
-
-
-@torch.no_grad()
-def differing(pieces: Pieces, parallel: Parallel) -> str:
-    """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective."""
-    own = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
-    held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that holds it
-    for rank, pieces_of_rank in enumerate(parallel.gather_objects(own)):
-        for piece, checksum in pieces_of_rank.items():
-            held.setdefault(piece, {})[rank] = checksum
-    unequal = [
-        f"{name} of ranks {', '.join(map(str, by_rank))}"
-        for (name, _), by_rank in held.items()
-        if len(set(by_rank.values())) > 1
-    ]
-    return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
+# ------------------------------------------------------------------------------------------------ comparisons
 
 
 def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:

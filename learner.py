@@ -20,18 +20,15 @@ from torch.optim.adamw import adamw
 import adapter_weights
 import grpo
 import lora_megatron
-import model_megatron
 import packing
 import rollout
 import routing_replay
-from architecture import Architecture
 from checkpoint import Pending
 from engines.interface import Completion
 from inputs import functions
 from inputs.files import InputError, shown
 from knobs import Config, OptimConfig
-from model_megatron import TokenStats
-from parallel_setup import Parallel
+from policy import Policy
 from rollout import MicroBatch, Rollout
 from routing_replay import RouterLoad, RoutingReplay
 from runlog import StepTimer
@@ -50,52 +47,46 @@ class Update(NamedTuple):
     trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
-class Learner:
-    """Model, adapters and optimizer of the policy under training."""
+class Losses(NamedTuple):
+    """What one micro-batch adds to its update."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        arch: Architecture,
-        parallel: Parallel,
-        model: torch.nn.Module,
-        adapters: dict[str, torch.nn.Module],
-        pad_token: int,
-    ) -> None:
-        self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
-        self.pad_token = pad_token
-        self.replay = RoutingReplay(model, arch, parallel) if cfg.replay.mode != "off" else None
-        self.router_load = RouterLoad(model, arch, parallel)
+    loss: Tensor  # its share of the loss
+    metrics: dict[str, Tensor]  # its shares of the metrics
+    largest_gap: Tensor  # of a token between sampler and trainer, nats
+
+
+class Learner:
+    """The optimizer of a policy, and how it learns from a rollout."""
+
+    def __init__(self, cfg: Config, policy: Policy, pad_token: int) -> None:
+        self.cfg, self.policy, self.pad_token = cfg, policy, pad_token
+        self.arch, self.parallel = policy.arch, policy.parallel
+        self.replay = RoutingReplay(policy.model, self.arch, self.parallel) if cfg.replay.mode != "off" else None
+        self.router_load = RouterLoad(policy.model, self.arch, self.parallel)
         self.trained: list[int] = []  # the sequences, of all ranks, on which the last step trained
-        self.factors = lora_megatron.factors(adapters)
-        self.parameters = list(self.factors.values())
+        self.parameters = list(policy.factors.values())
         self.moments = {
-            moment: {name: torch.zeros_like(factor) for name, factor in self.factors.items()} for moment in MOMENTS
+            moment: {name: torch.zeros_like(factor) for name, factor in policy.factors.items()} for moment in MOMENTS
         }
         self.optimizer_steps = 0
         self.is_restored = False
         self.reference_gap: float | None = None  # see _reference_gap; None: no reference pass has been compared yet
         # The factors before each of the last rollout.staleness steps, the oldest first.
-        self.behind: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
+        self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
         """A context in which the adapters are those that have sampled: of rollout.staleness steps ago."""
-        return self._holding(self.behind[0]) if self.behind else contextlib.nullcontext()
+        return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which the factors have other ``values``."""
-        own = self.copied_factors()
-        adapter_weights.copy_(self.factors, values)
-        try:
-            yield
-        finally:
-            adapter_weights.copy_(self.factors, own)
-
-    def copied_factors(self) -> dict[str, Tensor]:
-        return {name: factor.detach().clone() for name, factor in self.factors.items()}
+    def _keep_factors(self) -> None:
+        """Keep the factors for the rollout that they will have sampled rollout.staleness steps ago."""
+        if len(self.stale_factors) < self.cfg.rollout.staleness:
+            self.stale_factors.append(self.policy.copied_factors())
+        elif self.stale_factors:  # the oldest one's memory takes the newest one
+            self.stale_factors.rotate(-1)
+            adapter_weights.copy_(self.stale_factors[-1], self.policy.factors)
 
     # -------------------------------------------------------------------------------------------- one rollout
 
@@ -106,63 +97,43 @@ class Learner:
 
         ``completions`` are those that this rank sampled; under replay r3 they hold the routes of the engine.
         """
-        cfg = self.cfg
-        per_update = cfg.optim.prompts_per_update * cfg.rollout.group_size
-        firsts = range(0, len(advantages), per_update)
-        updates = [self._pack(batch, completions, list(range(i, i + per_update)), advantages) for i in firsts]
-        old_logp: dict[tuple[int, int], Tensor] = {}
-        if cfg.rollout.staleness:
-            with self.sampling_policy(), timer.phase("old_logp"):
-                for micro in (micro for update in updates for micro in update.micro_batches):
-                    micro.sampled_logp = self._sampled_logp(micro)
-        if len(self.behind) < cfg.rollout.staleness:
-            self.behind.append(self.copied_factors())
-        elif self.behind:  # the oldest one's memory takes the newest one
-            self.behind.rotate(-1)
-            adapter_weights.copy_(self.behind[-1], self.factors)
-        if cfg.old_policy_share:
-            first = int(cfg.replay.mode != "r2")  # in the first update the ratio is 1 without this pass
-            with timer.phase("old_logp"):
-                for number, update in enumerate(updates[first:], first):
-                    for i, micro in enumerate(update.micro_batches):
-                        old_logp[number, i], micro.routes, micro.replayed = self._old_logp(micro)
-        sums: dict[str, Tensor] = {}
-        largest_gap, norms = torch.zeros((), device=self.parallel.device), []
+        per_update = self.cfg.optim.prompts_per_update * self.cfg.rollout.group_size
+        updates = []
+        for first in range(0, len(advantages), per_update):
+            updates.append(self._pack(batch, completions, list(range(first, first + per_update)), advantages))
         self.trained = [sequence for update in updates for sequence in update.trained]
         trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
-        for number, update in enumerate(updates):
-            for i, micro in enumerate(update.micro_batches):
-                ref_logp = None
-                if cfg.loss.kl != "none":
-                    with timer.phase("reference"):
-                        ref_logp = self._reference_logp(micro)
-                        if self.reference_gap is None and update.trained and "reference_kl" not in cfg.checks.off:
-                            self.reference_gap = self._reference_gap(micro, ref_logp)
-                with timer.phase("update"), self._routed(micro, count=True):
-                    loss, metrics, gap = self._loss(micro, old_logp.get((number, i)), ref_logp, update.counts)
-                    loss.backward()  # under replay too: activation recompute routes the tokens again
-                del loss  # free the autograd graph before the next forward pass
-                if micro.packing is not None:
-                    micro.packing.release_mask()
-                for name, value in metrics.items():
+        self._add_old_logp(updates, timer)
+        self._keep_factors()
+        self._add_reference_logp(updates, timer)
+
+        sums: dict[str, Tensor] = {}
+        largest_gap, norms = torch.zeros((), device=self.parallel.device), []
+        for update in updates:
+            for micro in update.micro_batches:
+                with timer.phase("update"):
+                    losses = self._backward(micro, update.counts)
+                for name, value in losses.metrics.items():
                     share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
                     sums[name] = sums.get(name, 0) + value * share
-                largest_gap = torch.maximum(largest_gap, gap)
+                largest_gap = torch.maximum(largest_gap, losses.largest_gap)
             with timer.phase("update"):
                 self.parallel.sync_gradients_(self.parameters)
                 norms.append(self._step(step))
+
         totals = self.parallel.sum_over_data(torch.stack([*sums.values()])).tolist()
-        step_metrics = dict(zip(sums, totals, strict=True))
+        metrics = dict(zip(sums, totals, strict=True))
         if self.replay:
-            step_metrics["replay/differing_frac"] = self.replay.differing_share()
-        step_metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
-        # Without a trained token these metrics mean nothing.
+            metrics["replay/differing_frac"] = self.replay.differing_share()
+        metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
         self.router_load.by_layer = {}
-        step_metrics = step_metrics | self.router_load.metrics() if trained_tokens else {}
-        return step_metrics | {
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/lr": learning_rate(cfg.optim, step, cfg.train.steps),
-        }
+        if trained_tokens:
+            metrics |= self.router_load.metrics()
+        else:  # without a trained token these metrics mean nothing
+            metrics = {}
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+        metrics["actor/lr"] = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
+        return metrics
 
     def _pack(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
@@ -220,62 +191,82 @@ class Learner:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
-    @torch.no_grad()
-    def _old_logp(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs of the policy before its first update, (b, T), and the routes that the update must replay."""
-        if self.cfg.replay.mode != "r2":
-            return self._sampled_logp(micro), micro.routes, micro.replayed
-        replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
-        stats, routes = self.replay.record(lambda: self._logp(micro), len(replayed))
-        return stats.logp, routes, replayed
+    def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
+        """Give the micro-batches the log-probs of the policy that sampled, and of the policy before its first update.
+
+        They are the same ones, unless the policy that sampled is older. In the first update the ratio of new and old
+        policy is 1 without a pass. Under replay r2 the pass also records the routes, of all updates.
+        """
+        cfg = self.cfg
+        if cfg.rollout.staleness:
+            with self.sampling_policy(), timer.phase("old_logp"):
+                for micro in all_micro_batches(updates):
+                    micro.sampled_logp = self._logp(micro)
+        if not cfg.old_policy_share:
+            return
+        with timer.phase("old_logp"):
+            if cfg.replay.mode == "r2":
+                for micro in all_micro_batches(updates):
+                    self._record_routes(micro)
+            else:
+                for micro in all_micro_batches(updates[1:]):
+                    micro.old_logp = self._logp(micro)
+
+    def _add_reference_logp(self, updates: list[Update], timer: StepTimer) -> None:
+        """Give the micro-batches the log-probs of the base model, on the routes of the update. Collective."""
+        if self.cfg.loss.kl == "none":
+            return
+        with timer.phase("reference"):
+            for update in updates:
+                for micro in update.micro_batches:
+                    with self.policy.reference():
+                        micro.ref_logp = self._logp(micro)
+                    if self.reference_gap is None and update.trained and "reference_kl" not in self.cfg.checks.off:
+                        self.reference_gap = self._reference_gap(micro)
 
     @torch.no_grad()
-    def _sampled_logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs of the adapters as they are, on the routes of the engine where they are replayed.  -> (b, T)"""
+    def _logp(self, micro: MicroBatch) -> Tensor:
+        """Log-probs of the adapters as they are, on the routes of ``micro`` where it replays them.  -> (b, T)"""
         with self._routed(micro):
-            return self._logp(micro).logp
+            return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
-    def _reference_logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs of the base model: the adapters are switched off.  -> (b, T)"""
-        routed = self._routed(micro) if self.cfg.replay.reference == "replayed" else contextlib.nullcontext()
-        with routed, lora_megatron.disabled(self.adapters):
-            return self._logp(micro)[0]
+    def _record_routes(self, micro: MicroBatch) -> None:
+        """The same on the trainer's own routes, which ``micro`` replays from now on."""
+        micro.replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
+        stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), len(micro.replayed))
+        micro.old_logp = stats.logp
 
-    @torch.no_grad()
-    def _reference_gap(self, micro: MicroBatch, ref_logp: Tensor) -> float:
-        """Mean difference of ``ref_logp`` from a policy with adapters that change nothing, nats a token. Collective.
+    def _reference_gap(self, micro: MicroBatch) -> float:
+        """Mean difference of ref_logp from a policy with adapters that change nothing, nats a token. Collective.
 
         The adapters of a new run must change nothing as they are; those of a resumed run do so while B is 0.
         """
-        unchanged = dict(self.factors)
-        for name, factor in self.factors.items():
+        unchanged = dict(self.policy.factors)
+        for name, factor in unchanged.items():
             if name.endswith(".B") and self.is_restored:
                 unchanged[name] = factor.new_zeros(())
-        routed = self._routed(micro) if self.cfg.replay.reference == "replayed" else contextlib.nullcontext()
-        with routed, self._holding(unchanged):
-            logp = self._logp(micro).logp
-        gap = (logp - ref_logp).abs() * micro.mask
+        with self.policy.holding(unchanged):
+            gap = (self._logp(micro) - micro.ref_logp).abs() * micro.mask
         total, tokens = self.parallel.sum_over_data(torch.stack([gap.sum(), micro.mask.sum()])).tolist()
         return total / tokens
 
-    def _logp(self, micro: MicroBatch) -> TokenStats:
-        stats = model_megatron.token_logprobs(
-            self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
-        )
-        if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
+    def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> Losses:
+        """Add the gradients of ``micro``'s share of the loss."""
+        with self._routed(micro, count=True):
+            losses = self._loss(micro, counts)
+            losses.loss.backward()  # under replay too: activation recompute routes the tokens again
+        if micro.packing is not None:
             micro.packing.release_mask()
-        return stats
+        return losses._replace(loss=losses.loss.detach())  # frees the autograd graph before the next forward pass
 
-    def _loss(
-        self, micro: MicroBatch, old_logp: Tensor | None, ref_logp: Tensor | None, counts: dict[str, int]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The share of ``micro`` in the loss and in the metrics, and its largest sampler-trainer gap."""
+    def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> Losses:
+        """The share of ``micro`` in the loss and in the metrics. ``counts``: see Update."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
-            stats = self._logp(micro)
+            stats = self.policy.logprobs(micro)
         logp, entropy = stats.logp, stats.entropy  # (b, T) twice
-        old_logp = logp.detach() if old_logp is None else old_logp
+        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         weights = grpo.rollout_weights(
             old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip,
             loss_cfg.importance_low,
@@ -291,8 +282,8 @@ class Learner:
 
         mean = functools.partial(grpo.aggregate_loss, mask=micro.mask, num_tokens=counts["num_tokens"])
         metrics = {f"actor/{name}": value for name, value in measured.items()}
-        if ref_logp is not None:
-            kl = grpo.kl(logp, ref_logp, loss_cfg.kl, micro.mask)
+        if micro.ref_logp is not None:
+            kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)
             metrics["actor/kl_loss"] = mean(kl.detach())
         if loss_cfg.entropy_coef:
@@ -307,7 +298,7 @@ class Learner:
                 metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
             else:
                 metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
-        return loss, metrics, gap.amax()
+        return Losses(loss, metrics, gap.amax())
 
     # -------------------------------------------------------------------------------------------- the optimizer
 
@@ -336,7 +327,7 @@ class Learner:
         )  # fmt: skip
         torch.autograd.graph.increment_version(self.parameters)  # a backend's foreach kernel need not count its change
         self.optimizer_steps += 1
-        self.model.zero_grad()
+        self.policy.model.zero_grad()
         return norm
 
     # -------------------------------------------------------------------------------------------- its state
@@ -349,7 +340,7 @@ class Learner:
         whole: dict[str, dict[str, Pending]] = defaultdict(dict)
         for kind, ending, values in self.saved_parts():
             for name, value in values.items():
-                factor = self.factors[name]
+                factor = self.policy.factors[name]
                 make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)
                 shape = lora_megatron.whole_shape(factor, self.parallel)
                 whole[kind][adapter_weights.hf_name(name, self.arch) + ending] = Pending(shape, value.dtype, make)
@@ -362,7 +353,8 @@ class Learner:
         known = type(steps) is int and 0 <= steps < 2**31
         if known:  # the policies of the last steps
             done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
-            self.behind.extend(self.copied_factors() for _ in range(min(done, self.cfg.rollout.staleness)))
+            for _ in range(min(done, self.cfg.rollout.staleness)):
+                self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
         if not known or tensors.keys() != needed.keys():
             raise InputError(
@@ -373,17 +365,22 @@ class Learner:
         if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
             raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
         for kind, ending, values in self.saved_parts():
-            adapter_weights.copy_(
-                values, adapter_weights.scatter(self.adapters, tensors[kind], self.arch, self.parallel, ending)
-            )
+            self.policy.load_(tensors[kind], ending, into=values)
         self.optimizer_steps = steps
         self.is_restored = True
 
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """(kind of the file, ending of the names in it, tensors of this rank by factor name) of all that is saved."""
-        parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.factors)]
+        parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.policy.factors)]
         parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
-        return parts + [(f"adapter-behind-{len(self.behind) - i}", "", old) for i, old in enumerate(self.behind)]
+        for age, factors in zip(range(len(self.stale_factors), 0, -1), self.stale_factors, strict=True):
+            parts.append((f"adapter-behind-{age}", "", factors))
+        return parts
+
+
+def all_micro_batches(updates: list[Update]) -> Iterator[MicroBatch]:
+    for update in updates:
+        yield from update.micro_batches
 
 
 def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:

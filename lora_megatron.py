@@ -170,7 +170,7 @@ class LoRAGroupedLinear(Adapter):
         """W + (alpha / R) B A of all local experts: new, or `place`, which is filled if A or B has changed.
 
         torch counts the changes of a tensor in _version; Learner adds one for the optimizer, whose kernels need not. A
-        change that is not counted would be found by the check of every push (adapter_weights.update_kept).
+        change that is not counted would be found by the check of every push (Policy.update_kept).
         """
         changes = self.A._version, self.B._version
         if self.place is not None and self.placed == changes:

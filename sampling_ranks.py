@@ -29,12 +29,12 @@ from inputs.files import InputError
 from inputs.layout_rules import Side, side_of
 from knobs import Config
 from learner import Learner
-from lora_megatron import Adapter
 from parallel_setup import Parallel, launched_rank, launched_world_size
+from policy import Policy
 from rollout import Sampled
 from runlog import Heartbeat, StepTimer
 from tripwires import Tripped, Tripwires
-from weight_sync import WeightSync
+from weight_sync import Push
 
 LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and between two notes of one's own
 
@@ -140,36 +140,36 @@ class Bridge:
             )
         return first_step
 
-    def send_policy(self, learner: Learner, version: int) -> None:
+    def send_policy(self, policy: Policy, version: int) -> None:
         """Send the factors as the adapters have them now, whole and in fp32. Collective over the trainers."""
         digest, what = hashlib.sha256(), "the policy to be taken"
         if self.rank == 0:
             self.broadcast(self.pair, torch.zeros(1), 0, what)
         self.wait_for_first(what)
-        for pending in learner.state()[0]["adapter"].values():
-            whole = pending.make().detach().cpu().contiguous()
+        for _, factor in policy.whole():
+            whole = factor.cpu().contiguous()
             if self.rank == 0:
                 digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
                 self.broadcast(self.pair, whole, 0, what)
         if self.rank == 0:
             self.send((version, digest.hexdigest()), what)
 
-    def receive_policy(self, adapters: dict[str, Adapter], inputs: Inputs, parallel: Parallel, version: int) -> None:
-        """Put the next policy into ``adapters``. Tripped unless it is that ``version``, and what was sent. Collective.
+    def receive_policy(self, policy: Policy, version: int) -> None:
+        """Put the next factors into ``policy``. Tripped unless it is that ``version``, and what was sent. Collective.
 
         Rank 0 receives a factor and passes it on to the other samplers, so the trainers send it once.
         """
         digest, what = hashlib.sha256(), f"the policy after {version} steps"
         if self.rank == 0:
             self.broadcast(self.pair, torch.zeros(1), 0, what)
-        for name, factor in lora_megatron.factors(adapters).items():
-            whole = torch.empty(lora_megatron.whole_shape(factor, parallel))
+        for name, factor in policy.factors.items():
+            whole = torch.empty(lora_megatron.whole_shape(factor, policy.parallel))
             if self.rank == 0:
                 self.broadcast(self.pair, whole, 0, what)
             self.broadcast(self.within, whole, 0, what)
             digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
             with torch.no_grad():
-                factor.copy_(adapter_weights.piece(name, factor, whole, inputs.arch, parallel))
+                factor.copy_(adapter_weights.piece(name, factor, whole, policy.arch, policy.parallel))
         found, needed = self.receive_for_all(what), (version, digest.hexdigest())
         if found != needed:
             raise Tripped(
@@ -211,39 +211,38 @@ class Colocated:
     heartbeat: Heartbeat
     tripwires: Tripwires
     learner: Learner
-    engine: Engine
-    weights: WeightSync  # gives the policy to the engine
+    push_to_engine: Push
     pushed: Pushed = Pushed({}, [])
     seconds: dict[str, float] = field(default_factory=dict)  # beside those of the trainers: none
 
     def push(self, step: int) -> None:
         """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
         with self.learner.sampling_policy():
-            self.pushed = push(self.weights, step, self.inputs, self.parallel)
+            self.pushed = push(self.push_to_engine, step, self.inputs, self.parallel)
         self.tripwires.after_push(step, self.pushed.checksums, self.pushed.metrics)
 
     def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
         """The rollout of ``step``, and the metrics of the push before it."""
         sampled = rollout.sample_step(
-            self.engine, self.inputs.questions, self.inputs.score, self.cfg, self.parallel, step
+            self.push_to_engine.engine, self.inputs.questions, self.inputs.score, self.cfg, self.parallel, step
         )
         return sampled, self.pushed.metrics
 
     def push_clean(self, version: int) -> None:
         """Give the engine the policy as the trainer has it."""
-        self.weights.push_clean()
+        self.push_to_engine.clean()
 
     def evaluate(self, version: int) -> Evaluation:
         """Evaluate the policy that the engine has. Collective."""
-        return evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat)
+        return evaluation(self.cfg, self.push_to_engine.engine, self.inputs, self.parallel, self.heartbeat)
 
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
-        self.weights.push_clean()
-        return self.weights.first_differing_layer(self.inputs.held_out[0].prompt, bound)
+        self.push_to_engine.clean()
+        return self.push_to_engine.first_differing_layer(self.inputs.held_out[0].prompt, bound)
 
     def close(self) -> None:
-        self.engine.close()
+        self.push_to_engine.engine.close()
 
 
 @dataclass
@@ -264,7 +263,7 @@ class Apart:
         if self.parallel.rank == 0:
             self.bridge.send((first_step, digests(texts)), "the start of the other side")
         with self.learner.sampling_policy():
-            self.bridge.send_policy(self.learner, max(0, first_step - 1))
+            self.bridge.send_policy(self.learner.policy, max(0, first_step - 1))
 
     def push(self, step: int) -> None:
         """Send the policy before ``step``, with which the next rollout is sampled while ``step`` is learned."""
@@ -305,7 +304,7 @@ class Apart:
 
     def push_clean(self, version: int) -> None:
         """Send the policy after ``version`` steps."""
-        self.bridge.send_policy(self.learner, version)
+        self.bridge.send_policy(self.learner.policy, version)
         self.sent = version
 
     def evaluate(self, version: int) -> Evaluation:
@@ -324,8 +323,8 @@ class Apart:
 # ------------------------------------------------------------------------------------------------ the sampling side
 
 
-def push(weights: WeightSync, step: int, inputs: Inputs, parallel: Parallel) -> Pushed:
-    metrics = weights.push(step, inputs.held_out[0].prompt)
+def push(to_engine: Push, step: int, inputs: Inputs, parallel: Parallel) -> Pushed:
+    metrics = to_engine(step, inputs.held_out[0].prompt)
     return Pushed(metrics, parallel.gather_objects(metrics["sync/checksum"]))
 
 
@@ -343,11 +342,10 @@ class Samplers:
     inputs: Inputs
     heartbeat: Heartbeat
     bridge: Bridge
-    adapters: dict[str, Adapter]
-    engine: Engine
-    weights: WeightSync
+    policy: Policy
+    push_to_engine: Push
     first_step: int
-    version: int  # of the policy in the adapters
+    version: int  # of the policy
 
     def serve(self) -> None:
         """Sample every rollout and make every evaluation, in the order in which the trainers ask for them."""
@@ -357,32 +355,32 @@ class Samplers:
         for step in range(self.first_step, steps):
             timer, version = StepTimer(self.heartbeat, step, self.parallel.device), self.version
             with timer.phase("sync"):
-                pushed = push(self.weights, step, self.inputs, self.parallel)
+                pushed = push(self.push_to_engine, step, self.inputs, self.parallel)
             with timer.phase("generate"):
                 sampled = rollout.sample_step(
-                    self.engine, self.inputs.questions, self.inputs.score, cfg, self.parallel, step
+                    self.push_to_engine.engine, self.inputs.questions, self.inputs.score, cfg, self.parallel, step
                 )
                 groups = self._all_groups(sampled)
             evaluates = step > self.first_step and is_due(step, cfg.eval.every, steps)
             if evaluates or step + 1 < steps:
                 self._take(step)
             if evaluates:
-                self.weights.push_clean()
+                self.push_to_engine.clean()
                 self._evaluate()
             seconds = {f"samplers/{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
             self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
         if self.first_step < steps:
             self._take(steps)
-            self.weights.push_clean()
+            self.push_to_engine.clean()
             self._evaluate()
-        self.engine.close()
+        self.push_to_engine.engine.close()
 
     def _take(self, version: int) -> None:
-        self.bridge.receive_policy(self.adapters, self.inputs, self.parallel, version)
+        self.bridge.receive_policy(self.policy, version)
         self.version = version
 
     def _evaluate(self) -> None:
-        found = evaluation(self.cfg, self.engine, self.inputs, self.parallel, self.heartbeat)
+        found = evaluation(self.cfg, self.push_to_engine.engine, self.inputs, self.parallel, self.heartbeat)
         self._send((self.version, found))
 
     def _send(self, value: object) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import adapter_weights
@@ -20,27 +19,25 @@ import data_gsm8k
 import device as devices
 import evaluate
 import lora_megatron
-import model_megatron
 import parallel_setup
 import rollout
 import runlog
-import weights_hf
 from config import changes_at_resume, to_dict, to_yaml
 from data_gsm8k import Question
-from engines.interface import Completion, Engine
+from engines.interface import Completion
 from inputs.check import Inputs, checkpoint_to_resume, introduction
 from inputs.files import disk_errors
 from knobs import Config
 from lab import curves, trackers
 from learner import Learner
-from lora_megatron import Adapter
 from parallel_setup import Parallel
 from plan import grid, parameters, utilisation
+from policy import Policy
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
 from sampling_ranks import Apart, Bridge, Colocated, Samplers
 from tripwires import Tripwires
-from weight_sync import WeightSync
+from weight_sync import Push
 
 # ------------------------------------------------------------------------------------------------ opening the run
 
@@ -113,8 +110,7 @@ class Run:
     def save(self, after_steps: int) -> None:
         """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
         learner, parallel = self.learner, self.parallel
-        pieces = adapter_weights.all_pieces(learner.model, self.inputs.arch, learner.adapters, parallel)
-        self.tripwires.state(after_steps, lambda: adapter_weights.differing(pieces, parallel))
+        self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
         checkpoint.save(
@@ -173,34 +169,23 @@ def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
     }
 
 
-def open_policy(
-    cfg: Config, inputs: Inputs, parallel: Parallel, heartbeat: Heartbeat
-) -> tuple[torch.nn.Module, dict[str, Adapter]]:
-    """The frozen model of model.path on the host, with new adapters."""
-    model = model_megatron.build_for(cfg.model, inputs.arch, parallel)
-    weights_hf.load(model, inputs.arch, parallel, cfg.model.path)
-    heartbeat.beat("loading the base weights")
-    return model, lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
-
-
-def open_engine(
-    cfg: Config, inputs: Inputs, parallel: Parallel, model: torch.nn.Module, heartbeat: Heartbeat
-) -> tuple[Engine, WeightSync]:
-    """The engine, which gets the policy as ``model`` has it. The model goes to the device. Collective."""
-    arch, layout = inputs.arch, grid.of(cfg, parallel.world_size)
+def open_engine(cfg: Config, inputs: Inputs, policy: Policy, heartbeat: Heartbeat) -> Push:
+    """The engine, behind the push that has given it ``policy``, whose model goes to the device. Collective."""
+    arch, parallel = policy.arch, policy.parallel
+    layout = grid.of(cfg, parallel.world_size)
     if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
-        WeightSync.frozen_experts_to_host_(model, parallel.device)
+        Push.frozen_experts_to_host_(policy.model, parallel.device)
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
     pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, stop_tokens)
     # The engine reports progress, because decoding may take longer than train.stall_seconds.
     engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
-    weights = WeightSync(engine, model, arch, parallel, cfg)
-    if not weights.shared_bytes:
-        model.to(parallel.device)
+    push = Push(cfg, policy, engine)
+    if not push.shared_bytes:
+        policy.model.to(parallel.device)
     heartbeat.beat("the first push of the whole model")
     if cfg.rollout.expert_parallel:
-        weights.check_start(inputs.held_out[0].prompt)
-    return engine, weights
+        push.check_start(inputs.held_out[0].prompt)
+    return push
 
 
 def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
@@ -209,19 +194,19 @@ def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs:
     side = bridge.side.cfg
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
-    model, adapters = open_policy(side, inputs, parallel, heartbeat)
+    policy = Policy.load(side, inputs.arch, parallel)
+    heartbeat.beat("loading the base weights")
     first_step = bridge.agreed_start(read)
     version = max(0, first_step - 1)
-    bridge.receive_policy(adapters, inputs, parallel, version)
-    engine, weights = open_engine(side, inputs, parallel, model, heartbeat)
-    return Samplers(side, parallel, inputs, heartbeat, bridge, adapters, engine, weights, first_step, version)
+    bridge.receive_policy(policy, version)
+    push = open_engine(side, inputs, policy, heartbeat)
+    return Samplers(side, parallel, inputs, heartbeat, bridge, policy, push, first_step, version)
 
 
 def open_run(
     cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge | None = None
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
-    arch = inputs.arch
     parallel_setup.refuse_unequal(read := texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
@@ -236,28 +221,28 @@ def open_run(
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
     if parallel.rank == 0:
         log.trackers = trackers.Trackers(cfg.train.trackers, log.run_dir, first_step, log.say)
-    model, adapters = open_policy(cfg, inputs, parallel, heartbeat)
+    policy = Policy.load(cfg, inputs.arch, parallel)
+    heartbeat.beat("loading the base weights")
     pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
-    learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
+    learner = Learner(cfg, policy, pad_token)
 
     tripwires = Tripwires(cfg, log.say)
     if saved:
         learner.restore(saved.tensors, saved.state)
         tripwires.state(first_step, functools.partial(not_saved, learner, saved))
         saved = None  # closes its files: a checkpoint that is removed must give its space back
-    pieces = adapter_weights.all_pieces(model, arch, adapters, parallel)
-    tripwires.state(first_step, lambda: adapter_weights.differing(pieces, parallel))
+    tripwires.state(first_step, lambda: policy.unequal(frozen=True))
     if bridge:
         sampler, shared_bytes = Apart(cfg, parallel, inputs, tripwires, learner, bridge), 0
-        model.to(parallel.device)
+        policy.model.to(parallel.device)
         sampler.start(first_step, read)
     else:
-        engine, weights = open_engine(cfg, inputs, parallel, model, heartbeat)
-        sampler = Colocated(cfg, parallel, inputs, heartbeat, tripwires, learner, engine, weights)
-        shared_bytes = weights.shared_bytes
+        push = open_engine(cfg, inputs, policy, heartbeat)
+        sampler = Colocated(cfg, parallel, inputs, heartbeat, tripwires, learner, push)
+        shared_bytes = push.shared_bytes
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
     held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
-    log.say(f"{lora_megatron.describe(adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
+    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
 
 
@@ -265,7 +250,7 @@ def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:
     """What adapter_weights.not_saved finds: where ``saved``, which rank 0 has, differs from the learner. Collective."""
     return adapter_weights.not_saved(
         saved,
-        learner.adapters,
+        learner.policy.adapters,
         learner.saved_parts(),
         {"optimizer_steps": learner.optimizer_steps},
         learner.arch,

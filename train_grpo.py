@@ -9,7 +9,6 @@ sampling, further rounds also depend on the outcomes of the rounds before.
 """
 
 import contextlib
-import functools
 import sys
 import traceback
 
@@ -24,7 +23,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 import torch
 from torch import Tensor
 
-import adapter_weights
 import grpo
 import parallel_setup
 import rollout
@@ -99,8 +97,7 @@ def train(
         extremes = batch.rewards.min().item(), batch.rewards.max().item()
         tripwires.after_step(step, metrics, extremes, run.sampler.where_apart)
         tripwires.reference(step, learner.reference_gap)
-        factors = adapter_weights.adapter_pieces(learner.adapters, learner.arch, parallel)
-        tripwires.state(step + 1, functools.partial(adapter_weights.differing, factors, parallel))
+        tripwires.state(step + 1, lambda: learner.policy.unequal(frozen=False))
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.sampler.push_clean(step + 1)
             run.evaluate(after_steps=step + 1)

@@ -72,7 +72,7 @@ class Tripped(RuntimeError):
 
 
 def wrong_merge(share: float) -> str:
-    """What is wrong where ``share`` is sync/experts_wrong (adapter_weights.update_kept); "" if nothing is."""
+    """What is wrong where ``share`` is sync/experts_wrong (Policy.update_kept); "" if nothing is."""
     if share <= MOST_WRONG:
         return ""
     return (
@@ -150,7 +150,7 @@ class Tripwires:
     def state(self, step: int, find: Callable[[], str]) -> None:
         """Check that ranks are in the same state after ``step`` steps. ``find`` says where not; "" if nowhere.
 
-        It is not called if the check is off. See adapter_weights.differing.
+        It is not called if the check is off. See Policy.unequal.
         """
         if "state" not in self.cfg.checks.off and (differing := find()):
             self.trip(

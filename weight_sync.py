@@ -16,10 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 import adapter_weights
 import aqn
 import device as devices
-import lora_megatron
 import model_megatron
 import weights_hf
-from architecture import Architecture, modules
+from architecture import modules
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError
@@ -28,6 +27,7 @@ from lora_megatron import LoRAGroupedLinear
 from model_megatron import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
+from policy import Policy
 from tripwires import Tripped, largest_gap
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
@@ -38,18 +38,18 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 FLAT = 2.0
 
 
-class WeightSync:
-    """The only path from the trainer to the engine. Every rank makes the same calls.
+class Push:
+    """The only path from the policy to the engine. Every rank makes the same calls.
 
     Collective: every rank pushes the same whole tensors to its own engine. With rollout.expert_parallel it pushes its
     own shards instead, without communication.
     """
 
-    def __init__(
-        self, engine: Engine, model: torch.nn.Module, arch: Architecture, parallel: Parallel, cfg: Config
-    ) -> None:
+    def __init__(self, cfg: Config, policy: Policy, engine: Engine) -> None:
         """Push the whole model. InputError for noise targets that it does not have."""
-        self.engine, self.model, self.arch, self.parallel, self.cfg = engine, model, arch, parallel, cfg
+        self.cfg, self.policy, self.engine = cfg, policy, engine
+        self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
+        arch, parallel = policy.arch, policy.parallel
         self.stacks: dict[str, Stack] = {}
         self.noise: dict[str, aqn.NormNoise] = {}
         self.clean_norms: dict[str, Tensor] = {}
@@ -152,13 +152,13 @@ class WeightSync:
                     f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
                     "pushed) or rollout.enforce_eager=true agrees"
                 )
-            self.push_clean()
+            self.clean()
 
-    def push_clean(self) -> None:
+    def clean(self) -> None:
         """Push the policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self._push_policy()
 
-    def push(self, step: int, probe: list[int]) -> dict[str, float]:
+    def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
         """Push the policy as training samples from it at ``step`` (from 0): with noise.  -> metrics
 
         The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise. With
@@ -166,9 +166,7 @@ class WeightSync:
         on which two effects of the noise are measured.
         """
         checksum, touched = self._push_policy()
-        metrics = {"sync/checksum": checksum} | adapter_weights.update_kept(
-            self.model, self.arch, self.parallel, self.cfg
-        )
+        metrics = {"sync/checksum": checksum} | self.policy.update_kept()
         if self.noise:
             metrics |= self._add_noise(step, probe, touched)
         return metrics
@@ -325,8 +323,7 @@ class WeightSync:
 
     def _factors(self) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
         """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their checksum. Collective."""
-        adapters = lora_megatron.attached(self.model)
-        whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), self.arch, self.parallel)
+        whole = {name: factor.clone() for name, factor in self.policy.whole()}
         pairs = {
             name: (a, b)
             for module in adapter_weights.adapted_modules(self.arch, self.cfg.lora)

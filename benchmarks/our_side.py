@@ -20,7 +20,6 @@ from pathlib import Path
 import bench_cases as cases
 import torch
 
-import adapter_weights
 import data_gsm8k
 import export
 import packing
@@ -101,11 +100,11 @@ class Side:
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         with torch.no_grad():
-            reference = learner._reference_logp(micro)
-            logp = learner._logp(micro)[0]
-            loss, *_ = learner._loss(
-                micro, None, reference, {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
-            )
+            with learner.policy.reference():
+                reference = micro.ref_logp = learner._logp(micro)
+            logp = learner._logp(micro)
+            counts = {"num_tokens": rows * width, "num_sequences": rows, "max_new_tokens": width}
+            loss = learner._loss(micro, counts).loss
 
         def gap(ours: torch.Tensor, name: str) -> float:
             return (ours[micro.mask == 1].view(rows, width) - torch.tensor(theirs[name])).abs().max().item()
@@ -137,16 +136,15 @@ def install(side: Side) -> None:
             self.cpu = now
 
     class AdaptedLearner(Learner):
-        def __init__(self, cfg, arch, parallel, model, adapters, pad_token: int) -> None:
-            super().__init__(cfg, arch, parallel, model, adapters, pad_token)
+        def __init__(self, cfg, policy, pad_token: int) -> None:
+            super().__init__(cfg, policy, pad_token)
+            arch, parallel = policy.arch, policy.parallel
             generator = torch.Generator().manual_seed(0)
-            whole = adapter_weights.gather(adapters, self.factors, arch, parallel)
+            whole = {name: factor.clone() for name, factor in policy.whole()}
             for name, factor in whole.items():
-                if name.endswith(".B"):  # before the scatter, so that every layout starts with the same adapters
+                if name.endswith(".B"):  # of whole factors, so that every layout starts with the same adapters
                     factor.normal_(0, FACTOR_STD, generator=generator)
-            with torch.no_grad():
-                for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
-                    self.factors[name].copy_(piece)
+            policy.load_(whole)
             if parallel.rank == 0 and not side.adapter_dir.exists():
                 side.adapter_dir.mkdir(parents=True)
                 modules = list(export.adapted_modules(arch, cfg.lora))

@@ -115,17 +115,17 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
 
 
 def rounding(right: Any, round_: Function) -> Any:
-    """The class WeightSync ``right``, whose pushes for training end with matrices that are rounded by ``round_``."""
+    """The class Push ``right``, whose pushes for training end with matrices that are rounded by ``round_``."""
     from architecture import tensor_shapes
 
-    class RoundingSync(right):
-        def __init__(self, engine: Any, model: Any, arch: Any, parallel: Any, cfg: Any) -> None:
+    class RoundingPush(right):
+        def __init__(self, cfg: Any, policy: Any, engine: Any) -> None:
             if cfg.aqn.schedule != "off":
                 raise InputError(f"aqn.schedule: {cfg.aqn.schedule}; needed with a fault that rounds weights: off")
             if cfg.keeps_factors_apart:
                 raise InputError(f"rollout.sync: {cfg.rollout.sync}; needed with a fault that rounds weights: merged")
-            self.matrices = {name for name in tensor_shapes(arch) if name.endswith("_proj.weight")}
-            super().__init__(engine, model, arch, parallel, cfg)
+            self.matrices = {name for name in tensor_shapes(policy.arch) if name.endswith("_proj.weight")}
+            super().__init__(cfg, policy, engine)
 
         def _usable_stacks(self) -> dict[str, Any]:
             """None, so that the trainer does not compute with experts in the memory of the engine."""
@@ -135,14 +135,14 @@ def rounding(right: Any, round_: Function) -> Any:
             """With ``only``, these tensors and all matrices: a clean push takes the rounding away from all of them."""
             return super()._export(None if only is None else only | self.matrices)
 
-        def push(self, step: int, probe: list[int]) -> dict[str, float]:
-            metrics = super().push(step, probe)
+        def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
+            metrics = super().__call__(step, probe)
             tensors = self._export(set())
             named = ((name, round_(tensor) if name in self.matrices else tensor) for name, tensor in tensors)
             self._load(self.engine.load_weights, named)
             return metrics
 
-    return RoundingSync
+    return RoundingPush
 
 
 def flips(right: Function) -> Function:
@@ -228,8 +228,8 @@ FAULTS = {
     "foreign_routes": Fault("routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
     "altered_evaluation": Fault("startup.Run.evaluate", altered_evaluation),
-    "rounded": Fault("startup.WeightSync", rounded, BITS),
-    "rounded_down": Fault("startup.WeightSync", rounded_down, BITS),
+    "rounded": Fault("startup.Push", rounded, BITS),
+    "rounded_down": Fault("startup.Push", rounded_down, BITS),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }

@@ -34,10 +34,8 @@ from torch.utils._pytree import tree_map_only
 import checkpoint
 import device as devices
 import lora_megatron
-import model_megatron
 import parallel_setup
 import routing_replay
-import weight_sync
 import weights_hf
 from architecture import Architecture, layers
 from checks import dry_run_device
@@ -55,8 +53,10 @@ from learner import Learner, Update
 from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
+from policy import Policy
 from rollout import Rollout
 from runlog import StepTimer
+from weight_sync import Push
 
 # ------------------------------------------------------------------------------------------------ the step
 
@@ -99,16 +99,16 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
     cfg = _of_one_micro_batch(done)
     learner = None
     with meter.phase("load"):
-        model, adapters = _load(cfg, done.arch, parallel)
-        adapt(model)
+        policy = _load(cfg, done.arch, parallel)
+        adapt(policy.model)
         if done.layout.role != "samplers":
-            learner = _Learner(meter, cfg, done.arch, parallel, model, adapters, 0)  # 0: the token for padding
+            learner = _Learner(meter, cfg, policy, pad_token=0)
         gc.collect()
     if done.layout.role != "trainers":
         engine = _Engine(cfg, _stacks(done, parallel, meter))
-        sync = _weight_sync(cfg, done.arch, parallel, model, engine)
+        push = _push(cfg, policy, engine)
         with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
-            sync.push(0, [])
+            push(0, [])
     if learner is None:
         return
     before = meter.now
@@ -137,17 +137,14 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
     return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
 
 
-def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> tuple[torch.nn.Module, dict]:
-    """Model and adapters, as startup.open_run makes them."""
+def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
+    """The policy as startup.open_run makes it, of stand-ins for tensors."""
     with (
         mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
         mock.patch.object(weights_hf, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
         mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
     ):
-        model = model_megatron.build_for(cfg.model, arch, parallel)
-        weights_hf.load(model, arch, parallel, cfg.model.path)
-        adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
-    return model, adapters
+        return Policy.load(cfg, arch, parallel)
 
 
 # ------------------------------------------------------------------------------------------------ the push
@@ -196,20 +193,17 @@ def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
     return stacks
 
 
-def _weight_sync(
-    cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module, engine: Any
-) -> weight_sync.WeightSync:
+def _push(cfg: Config, policy: Policy, engine: Any) -> Push:
     """What pushes to ``engine``, without noise. The next push follows an update."""
-    sync = object.__new__(weight_sync.WeightSync)  # its constructor pushes the whole model
-    vars(sync).update(
-        engine=engine, model=model, arch=arch, parallel=parallel, cfg=cfg,
-        noise={}, clean_norms={}, touched=set(), stacks=engine.stacks(),
-    )  # fmt: skip
+    push = object.__new__(Push)  # its constructor pushes the whole model
+    vars(push).update(cfg=cfg, policy=policy, engine=engine, stacks=engine.stacks())
+    vars(push).update(model=policy.model, arch=policy.arch, parallel=policy.parallel)
+    vars(push).update(noise={}, clean_norms={}, touched=set())
     with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
-        sync._share_experts()
-    for adapter in lora_megatron.attached(model).values():
+        push._share_experts()
+    for adapter in policy.adapters.values():
         adapter.placed = None
-    return sync
+    return push
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -230,11 +224,11 @@ class _Timer(StepTimer):
 class _Learner(Learner):
     """A learner after its first steps, which packs real rows and tells the meter where its passes begin."""
 
-    def __init__(self, meter: Meter, *args) -> None:
-        super().__init__(*args)
+    def __init__(self, meter: Meter, cfg: Config, policy: Policy, pad_token: int) -> None:
+        super().__init__(cfg, policy, pad_token)
         self.meter = meter
         self.reference_gap = 0.0  # the first update alone compares the reference
-        self.behind.extend(self.copied_factors() for _ in range(self.cfg.rollout.staleness))
+        self.stale_factors.extend(policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
 
     def _loss(self, *args):
         self.meter.enter("forward")
@@ -259,13 +253,13 @@ class _Learner(Learner):
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
     """Bytes that this rank holds during an update, apart from activations."""
     adapters = meter.size_of(learner.parameters)
-    tensors = [*learner.model.parameters(), *learner.model.buffers()]
+    tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
     moments = [moment for each in learner.moments.values() for moment in each.values()]
     return {
         "weights": meter.size_of(tensors) - adapters,
         "adapters": adapters,
         "moments": meter.size_of(moments),
-        "older": sum(meter.size_of(factors.values()) for factors in learner.behind),
+        "older": sum(meter.size_of(factors.values()) for factors in learner.stale_factors),
         "gradients": meter.size_of(factor.grad for factor in learner.parameters),
     }
 
@@ -279,7 +273,7 @@ def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
     if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # under r2, update makes this pass
         (micro,) = learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
         with meter.phase("old policy"):
-            learner._old_logp(micro)
+            learner._logp(micro)
         del micro
     learner.update(batch, [], advantages, 0, _Timer(meter))
 

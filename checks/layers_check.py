@@ -43,8 +43,9 @@ from inputs.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
+from policy import Policy
 from tripwires import GAP_FLOOR, largest_gap, wrong_merge
-from weight_sync import WeightSync
+from weight_sync import Push
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
 HEAD = 2.0  # logits of standard deviation 1, not 0.5, so that the sampled tokens depend more on the layers
@@ -80,21 +81,19 @@ def write_model(cfg: Config, folder: Path) -> None:
 
 
 @torch.no_grad()
-def enlarge_(adapters: dict[str, torch.nn.Module], arch: Architecture, parallel: Parallel, seed: int) -> None:
+def enlarge_(policy: Policy, seed: int) -> None:
     """Random factors, in place: each update (alpha / R) B A gets the size of the base weights, 0.5 / sqrt(in).
 
     The factors are the same in every layout.
     """
-    factors = lora_megatron.factors(adapters)
     whole = {}
-    for name, factor in factors.items():
-        shape, (module, _, letter) = lora_megatron.whole_shape(factor, parallel), name.rpartition(".")
+    for name, factor in policy.factors.items():
+        shape, (module, _, letter) = lora_megatron.whole_shape(factor, policy.parallel), name.rpartition(".")
         # A is (R, in) or (E, in, R), B is (out, R) or (E, R, out). The product sums over the second axis of both.
-        std = (1.0 if letter == "A" else 0.5 / adapters[module].scale) / math.sqrt(shape[1])
+        std = (1.0 if letter == "A" else 0.5 / policy.adapters[module].scale) / math.sqrt(shape[1])
         generator = torch.Generator().manual_seed(derive_seed(seed, "moved", name))
-        whole[adapter_weights.hf_name(name, arch)] = torch.randn(shape, generator=generator) * std
-    for name, piece in adapter_weights.scatter(adapters, whole, arch, parallel).items():
-        factors[name].copy_(piece)
+        whole[adapter_weights.hf_name(name, policy.arch)] = torch.randn(shape, generator=generator) * std
+    policy.load_(whole)
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
@@ -170,19 +169,17 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
-    model = model_megatron.build_for(cfg.model, arch, parallel)
-    weights_hf.load(model, arch, parallel, cfg.model.path)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
-    pad_token = 0
-    learner = Learner(cfg, arch, parallel, model, adapters, pad_token)
+    policy, pad_token = Policy.load(cfg, arch, parallel), 0
+    model = policy.model
+    learner = Learner(cfg, policy, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
     engine = rollout.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
-    weights = WeightSync(engine, model, arch, parallel, cfg)
+    push = Push(cfg, policy, engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
-        weights.check_start(probe)
-    enlarge_(adapters, arch, parallel, cfg.train.seed)
-    weights.push_clean()
+        push.check_start(probe)
+    enlarge_(policy, cfg.train.seed)
+    push.clean()
     replicas = parallel.world_size // cfg.rollout.tensor
     shape = (max(PROMPTS // replicas, 8) // 2, min(PROMPT_TOKENS, cfg.data.max_prompt_tokens))
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
@@ -193,7 +190,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
     logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)
     gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
-    with lora_megatron.disabled(adapters):
+    with policy.reference():
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
@@ -212,7 +209,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         "gap_by_rank": [one[mask].mean().item() for one in by_rank],
         "gap_by_replica": [gaps[replica == r][mask[replica == r]].mean().item() for r in range(replicas)],
         "gap_without_adapters": base_gaps[mask].mean().item(),
-        "experts_wrong": adapter_weights.update_kept(model, arch, parallel, cfg).get("sync/experts_wrong", 0.0),
+        "experts_wrong": policy.update_kept().get("sync/experts_wrong", 0.0),
         "experts": arch.num_experts * sum(arch.moe_layers),
         "experts_judged": len(experts),
         "experts_most_apart": experts[:LISTED],
@@ -220,7 +217,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     }
     figures["wrong"] = judged(figures, experts)
     if not figures["gap_mean"] <= bound:
-        figures["wrong"] += f"; {weights.first_differing_layer(probe, bound)}"
+        figures["wrong"] += f"; {push.first_differing_layer(probe, bound)}"
     engine.close()
     return figures
 

@@ -26,7 +26,6 @@ from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
-import lora_megatron
 import weights_hf
 from architecture import tensor_shapes
 from engines import vllm_adapter
@@ -37,7 +36,8 @@ from inputs.files import InputError
 from inputs.scoring import Scorer
 from knobs import LoraConfig
 from parallel_setup import Parallel
-from weight_sync import WeightSync
+from policy import Policy
+from weight_sync import Push
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 ROOT = Path(__file__).parents[1]
@@ -58,7 +58,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     """The pushes of a run, clean and with noise: the largest log-prob gap to transformers with the intended policy."""
     merged = Model(path)
     model, arch = adapted.load(path, parallel)
-    adapters = lora_megatron.attach(model, config(path).lora, parallel, 0)
+    policy = Policy(config(path), arch, parallel, model)
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
     def sampled() -> list[list[Completion]]:
@@ -71,14 +71,14 @@ def follow(parallel: Parallel, path: Path) -> dict:
     answer = {}
     for label, changes in (("off", {}), ("noise", NOISE)):
         cfg = config(path, **changes)
-        adapted.move(adapters, arch, parallel, step=7)  # as in a resumed run
-        sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
+        adapted.move(policy.adapters, arch, parallel, step=7)  # as in a resumed run
+        push = Push(adapted.placed(cfg, parallel), policy, engine)
         found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
         seen = {}
         for step in (0, 1, 0):  # the third policy is the first again
-            adapted.move(adapters, arch, parallel, step)
+            adapted.move(policy.adapters, arch, parallel, step)
             found["stale"] = gap(sampled())
-            found["pushes"].append(sync.push(step, PROMPTS[0]))
+            found["pushes"].append(push(step, PROMPTS[0]))
             noisy = {}
             if changes:
                 plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
@@ -87,10 +87,10 @@ def follow(parallel: Parallel, path: Path) -> dict:
                 noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step))
             answers = sampled()
             found["steps"].append(gap(answers, **noisy))
-            sync.push(step, PROMPTS[0])
+            push(step, PROMPTS[0])
             assert answers == sampled(), "twice is once"
             assert seen.setdefault(step, answers) == answers, "the first policy again is what it was"
-            sync.push_clean()
+            push.clean()
             found["clean"].append(gap(sampled()))
         engine.ready = False  # the next gets a whole model
     engine.close()

@@ -36,6 +36,7 @@ from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
+from policy import Policy
 from runlog import Heartbeat, StepTimer
 
 KINDS = ("tensor", "data", "expert_tensor", "expert", "expert_data")
@@ -172,9 +173,9 @@ def updated(
 
     The rows are padded and of one length, or packed and of ``shortest`` tokens or more.
     """
-    model, adapters = live_bytes.model_of(parallel, cfg, arch, merges)
+    policy = live_bytes.policy_of(parallel, cfg, arch, merges)
     with LiveBytes() as making:
-        learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
+        learner = Learner(cfg, policy, pad_token=0)
     batch, heartbeat = live_bytes.rollout_of(cfg, shortest), Heartbeat(0, 0)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as work:
         if shortest is None:
@@ -231,7 +232,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     """Bytes that a rank holds beside its own tensors while a checkpoint is written, and sizes of the saved tensors."""
     arch, cfg = hf_config.read(path), training.config(path, folder)
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False)
-    learner = Learner(cfg, arch, parallel, model, lora_megatron.attach(model, cfg.lora, parallel, 0), pad_token=0)
+    learner = Learner(cfg, Policy(cfg, arch, parallel, model), pad_token=0)
     run_dir = folder / f"{parallel.tensor}_{parallel.expert}_{parallel.expert_tensor}"
     run_dir.mkdir(exist_ok=True)
     with LiveBytes() as live:

@@ -25,11 +25,10 @@ from sampled import FREE, Model
 from tiers import asked, ci
 from torch import Tensor
 
-import adapter_weights
 import checkpoint
 import export
-import lora_megatron
 import model_megatron
+import policy
 import run_record
 import weights_hf
 from config import to_yaml
@@ -42,7 +41,8 @@ from inputs.files import InputError
 from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
-from weight_sync import WeightSync
+from policy import Policy
+from weight_sync import Push
 
 KINDS = ("qwen3_moe", "qwen2_moe")
 LAYOUTS = ["TP2_EP2", "TP2_EP2_ETP2", ci("TP1"), ci("EP2_DP4")]
@@ -55,15 +55,16 @@ def config(path: Path, **changes) -> Config:
     return training.config(path, path, **LORA | changes)
 
 
-def attached(path: Path, cfg: Config, parallel: Parallel, merges: bool, recompute: bool = False):
+def attached(path: Path, cfg: Config, parallel: Parallel, merges: bool, recompute: bool = False) -> Policy:
     """A bf16 model whose adapters have made a small step away from 0, the same step in every layout."""
     model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype], recompute=recompute)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=merges)
-    adapted.move(adapters, arch, parallel, step=0)
+    policy = Policy(cfg, arch, parallel, model)
+    adapted.move(policy.adapters, arch, parallel, step=0)
     with torch.no_grad():
-        for adapter in adapters.values():
+        for adapter in policy.adapters.values():
+            adapter.merges = merges
             adapter.B.mul_(STEP)
-    return model, arch, adapters
+    return policy
 
 
 def log_probs(model, parallel: Parallel) -> Tensor:
@@ -78,23 +79,23 @@ def log_probs(model, parallel: Parallel) -> Tensor:
 def compare(parallel: Parallel, path: Path, folder: Path) -> dict:
     """Log-probs and gradients in bf16: of the trainer, and of a model that only holds the exported weights."""
     cfg = config(path, model__dtype="bf16", rollout__sync="merged")
-    model, arch, _ = attached(path, cfg, parallel, merges=True)
-    exported = {name: tensor.clone() for name, tensor in weights_hf.export(model, arch, parallel)}
+    policy = attached(path, cfg, parallel, merges=True)
+    exported = {name: tensor.clone() for name, tensor in weights_hf.export(policy.model, policy.arch, parallel)}
     if parallel.rank == 0:
         weights_hf.save_model(iter(exported.items()), folder)
     torch.distributed.barrier()
     plain, _ = adapted.load(folder, parallel, dtype=torch.bfloat16)
-    factors_apart, _, _ = attached(path, cfg, parallel, merges=False)
+    factors_apart = attached(path, cfg, parallel, merges=False)
     answer = {
-        "trainer": log_probs(model, parallel),
+        "trainer": log_probs(policy.model, parallel),
         "exported": log_probs(plain, parallel),
-        "factors": log_probs(factors_apart, parallel),
+        "factors": log_probs(factors_apart.model, parallel),
     }
     for recompute in (False, True):
-        model, _, adapters = attached(path, cfg, parallel, merges=True, recompute=recompute)
-        adapted.backward(model, reference.tokens(), parallel)
+        policy = attached(path, cfg, parallel, merges=True, recompute=recompute)
+        adapted.backward(policy.model, reference.tokens(), parallel)
         answer[f"gradients, recompute {recompute}"] = {
-            name: factor.grad.clone() for name, factor in lora_megatron.factors(adapters).items()
+            name: factor.grad.clone() for name, factor in policy.factors.items()
         }
     return answer
 
@@ -126,15 +127,16 @@ def test_the_trainer_computes_with_the_exported_weights_and_recompute_gives_the_
 def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     """The metrics of a push, and the same from the tensors of the engine in float64, over all tensors."""
     cfg = config(path, model__dtype=dtype, rollout__sync=sync)
-    model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
-    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
-    weights = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
-    base = {name: tensor.double() for name, tensor in weights_hf.export(model, arch, parallel, merge=False)}
-    sample = adapter_weights.update_kept(model, arch, parallel, cfg)
-    with mock.patch.object(adapter_weights, "SAMPLED_ROWS", 10**6):  # all rows
-        metrics = weights.push(0, PROMPTS[0])
+    trained = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    engine = TorchSampler(trained.arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
+    push = Push(adapted.placed(cfg, parallel), trained, engine)
+    exported = weights_hf.export(trained.model, trained.arch, parallel, merge=False)
+    base = {name: tensor.double() for name, tensor in exported}
+    sample = trained.update_kept()
+    with mock.patch.object(policy, "SAMPLED_ROWS", 10**6):  # all rows
+        metrics = push(0, PROMPTS[0])
     both = own = error = 0.0
-    for name, (a, b) in weights._factors()[0].items():
+    for name, (a, b) in push._factors()[0].items():
         update = cfg.lora.alpha / len(a) * b.double() @ a.double()
         held = engine.decoder.slots[name].double()
         if sync == "adapter":
@@ -187,13 +189,13 @@ def test_share_and_error_are_those_of_what_the_engine_holds(kind: str, layout: s
 def sampled(parallel: Parallel, path: Path, folder: Path) -> tuple[list, list]:
     """What a sampler that keeps base and factors apart samples before and after a push; the merged model is saved."""
     cfg = config(path, rollout__sync="adapter")
-    model, arch, adapters = attached(path, cfg, parallel, merges=False)
-    engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
-    weights = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
+    policy = attached(path, cfg, parallel, merges=False)
+    engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
+    push = Push(adapted.placed(cfg, parallel), policy, engine)
     stale = engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
-    adapted.move(adapters, arch, parallel, step=1)
-    weights.push(0, PROMPTS[0])
-    merged = list(weights_hf.export(model, arch, parallel))
+    adapted.move(policy.adapters, policy.arch, parallel, step=1)
+    push(0, PROMPTS[0])
+    merged = list(weights_hf.export(policy.model, policy.arch, parallel))
     if parallel.rank == 0:
         weights_hf.save_model(iter(merged), folder)
     return stale, engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
@@ -230,13 +232,13 @@ def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tuple[list[int], list[int]]]:
     """Prompts and the sampler's greedy answers after a push, as in an evaluation. The factors go to a checkpoint."""
     cfg = config(path, model__dtype=dtype, rollout__sync="merged")
-    model, arch, adapters = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    policy = attached(path, cfg, parallel, merges=cfg.trains_merged)
     with torch.no_grad():
-        for adapter in adapters.values():
+        for adapter in policy.adapters.values():
             adapter.B.div_(STEP)  # a large update
-    engine = TorchSampler(arch, stop_tokens={9}, pad_token=0, dtype=DTYPES[dtype])
-    WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel)).push(0, PROMPTS[0])
-    factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, dtype=DTYPES[dtype])
+    Push(adapted.placed(cfg, parallel), policy, engine)(0, PROMPTS[0])
+    factors = {name: factor.clone() for name, factor in policy.whole()}
     if parallel.rank == 0:
         (folder / "config.yaml").write_text(to_yaml(cfg))
         (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))

@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planted_fault
 from planted_fault import named_faults
 
-import lora_megatron
 import weights_hf
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from lab import curves, records
 from parallel_setup import Parallel
+from policy import Policy
 
 LAYOUTS = ["TP1", "TP2_EP2"]
 ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -125,22 +125,22 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
     """Two updates, each pushed with 4 bits and then clean: which properties hold. LoRA is on the attention alone."""
     cfg = training.config(path, path, lora__targets=("linear_qkv", "linear_proj"))
     model, arch = adapted.load(path, parallel)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+    policy = Policy(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-    _, rounding_sync = right_and_wrong("rounded=4")
-    sync = rounding_sync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
-    trained = {id(factor) for factor in lora_megatron.factors(adapters).values()}
+    _, rounding_push = right_and_wrong("rounded=4")
+    push = rounding_push(adapted.placed(cfg, parallel), policy, engine)
+    trained = {id(factor) for factor in policy.factors.values()}
     base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
     before, found = [tensor.clone() for tensor in base], []
     for step in range(2):
-        adapted.move(adapters, arch, parallel, step)
+        adapted.move(policy.adapters, arch, parallel, step)
         clean = loaded(arch, weights_hf.export(model, arch, parallel))
         exported = weights_hf.export(model, arch, parallel)
         rounded = ((name, planted_fault.rounded_weights(x, 4) if name.endswith(ROUNDED) else x) for name, x in exported)
         expected = loaded(arch, rounded)
-        first, pushed = sync.push(step, [5, 6, 7, 8]), held(engine)
-        again, twice = sync.push(step, [5, 6, 7, 8]), held(engine)
-        sync.push_clean()
+        first, pushed = push(step, [5, 6, 7, 8]), held(engine)
+        again, twice = push(step, [5, 6, 7, 8]), held(engine)
+        push.clean()
         found.append({
             "the matrices are rounded, and nothing else": same(pushed, expected) and not same(pushed, clean),
             "no drift": same(pushed, twice) and first == again,
@@ -167,9 +167,9 @@ def test_a_rounded_push_changes_the_matrices_of_the_sampler_and_a_clean_one_rest
     ],
 )
 def test_what_does_not_go_with_rounded_weights_is_refused(changes, message: str, tmp_path: Path) -> None:
-    _, rounding_sync = right_and_wrong("rounded=3")
+    _, rounding_push = right_and_wrong("rounded=3")
     with pytest.raises(InputError, match=message):
-        rounding_sync(None, None, None, None, training.config(tmp_path, tmp_path, **changes))
+        rounding_push(training.config(tmp_path, tmp_path, **changes), None, None)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import reference
 import torch
 import training
 import world
-from adapted import load, lora_config, move
+from adapted import gather, load, lora_config, move
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
 from tiers import asked, ci, nightly
@@ -264,7 +264,7 @@ def trained_policy(parallel: Parallel, path: Path, name: str, dtype: torch.dtype
     model, arch = load(path, parallel, dtype=dtype, quantisation=name, quantises_attention=attention)
     adapters = lora_megatron.attach(model, lora_config(), parallel, 0)
     move(adapters, arch, parallel, step=1)
-    factors = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    factors = gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     return factors, {key: value.clone() for key, value in weights_hf.export(model, arch, parallel)}
 
 

@@ -30,8 +30,9 @@ from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
 from knobs import Config
 from parallel_setup import Parallel
+from policy import Policy
 from tripwires import Tripped
-from weight_sync import WeightSync
+from weight_sync import Push
 
 LAYOUTS = ["TP1", "TP2_EP2", ci("EP2_DP4")]
 PROBE = [5, 6, 7, 8]
@@ -40,13 +41,13 @@ APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
 
 
 def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tuple:
-    """Model, adapters and engine after the first push, and WeightSync."""
+    """Model, adapters and engine after the first push, and the push."""
     model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype])
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=cfg.trains_merged)
+    policy = Policy(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[cfg.model.dtype], adapter=cfg.lora)
     if not shares:
         engine.stacks = dict
-    return model, arch, adapters, engine, WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
+    return model, arch, policy.adapters, engine, Push(adapted.placed(cfg, parallel), policy, engine)
 
 
 def log_probs(model: torch.nn.Module, parallel: Parallel) -> Tensor:
@@ -63,20 +64,20 @@ def stored(tensors) -> dict[int, int]:
 def trained(parallel: Parallel, path: Path, changes: dict, shares: bool) -> dict:
     """Numbers and gradients over two updates with a push in between, and what was held and merged for them."""
     cfg = training.config(path, path, **{"lora__targets": TARGETS} | changes)
-    model, arch, adapters, engine, sync = connected(parallel, path, cfg, shares)
+    model, arch, adapters, engine, push = connected(parallel, path, cfg, shares)
     answer: dict = {"log-probs": [], "held": [], "gradients": []}
     with mock.patch.object(lora_megatron, "merge", wraps=lora_megatron.merge) as merges:
         for step in range(2):
             adapted.move(adapters, arch, parallel, step)
             answer["log-probs"].append(log_probs(model, parallel))  # an update after the first one of a rollout
-            sync.push(step, PROBE)
+            push(step, PROBE)
             before = merges.call_count
             adapted.backward(model, reference.tokens(), parallel)
             answer["gradients"] += [factor.grad.clone() for factor in lora_megatron.factors(adapters).values()]
             answer["merges of a pass"] = merges.call_count - before
             answer["held"] += [slot.clone() for slot in engine.decoder.slots.values()]
     memory = stored([*model.parameters(), *engine.decoder.slots.values()])
-    return answer | {"bytes": sum(memory.values()), "shared": sync.shared_bytes, "experts": of_experts(model)}
+    return answer | {"bytes": sum(memory.values()), "shared": push.shared_bytes, "experts": of_experts(model)}
 
 
 def of_experts(model: torch.nn.Module) -> int:
@@ -110,16 +111,16 @@ def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
     """The last rank's engine has its experts in another order: bytes shared, stacks left, whether a push arrives."""
     cfg = training.config(path, path, **{"lora__targets": TARGETS} | MERGED)
     model, arch = adapted.load(path, parallel, dtype=torch.bfloat16)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, adapted.SEED, merges=True)
+    policy = Policy(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=torch.bfloat16)
     if parallel.rank == parallel.world_size - 1:
         real = engine.stacks
         engine.stacks = lambda: {name: Stack(one.memory.roll(1, 0), one.experts) for name, one in real().items()}
-    sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
-    adapted.move(adapters, arch, parallel, 0)
-    sync.push(0, PROBE)
+    push = Push(adapted.placed(cfg, parallel), policy, engine)
+    adapted.move(policy.adapters, arch, parallel, 0)
+    push(0, PROBE)
     pushed = weights_hf.export(model, arch, parallel)
-    return sync.shared_bytes, bool(sync.stacks), all(torch.equal(engine.decoder.slots[name], x) for name, x in pushed)
+    return push.shared_bytes, bool(push.stacks), all(torch.equal(engine.decoder.slots[name], x) for name, x in pushed)
 
 
 def test_memory_that_is_not_what_was_pushed_on_one_rank_is_shared_on_none(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from tiers import ci
 from torch import Tensor
 
 import aqn
-import lora_megatron
 import weights_hf
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from weight_sync import WeightSync
+from policy import Policy
+from weight_sync import Push
 
 KINDS = ["qwen2_moe", ci("qwen3_moe")]
 LAYOUTS = ["TP1", "TP2_EP2"]
@@ -69,26 +69,26 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
     for label, noise in noises.items():
         cfg = config(path, noise)
         model, arch = adapted.load(path, parallel)
-        adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed)
+        policy = Policy(cfg, arch, parallel, model)
         engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-        sync = WeightSync(engine, model, arch, parallel, adapted.placed(cfg, parallel))
-        trained = {id(factor) for factor in lora_megatron.factors(adapters).values()}
+        push = Push(adapted.placed(cfg, parallel), policy, engine)
+        trained = {id(factor) for factor in policy.factors.values()}
         base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
         before = [tensor.clone() for tensor in base]
         answer = {"first": same(held(engine), loaded(arch, weights_hf.export(model, arch, parallel)))}
         for step in range(3):
-            adapted.move(adapters, arch, parallel, step)
+            adapted.move(policy.adapters, arch, parallel, step)
             clean = loaded(arch, weights_hf.export(model, arch, parallel))
-            expected, pushed = clean, sync.push(step, PROBE)
+            expected, pushed = clean, push(step, PROBE)
             if noise:
                 stream = weights_hf.export(model, arch, parallel)
                 plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
                 norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
                 expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step))
             first = held(engine)
-            again = sync.push(step, PROBE)
+            again = push(step, PROBE)
             twice = held(engine)
-            sync.push_clean()
+            push.clean()
             answer[step] = {
                 "equals a full push": same(first, expected),
                 "no drift": same(first, twice) and again == pushed,
@@ -137,9 +137,9 @@ def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(n
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
-def push_all_but_norms(_: object, sync: WeightSync) -> None:
-    changed = sync._export(sync.touched)
-    sync.engine.load_weights((name, tensor) for name, tensor in changed if name not in sync.touched)
+def push_all_but_norms(_: object, push: Push) -> None:
+    changed = push._export(push.touched)
+    push.engine.load_weights((name, tensor) for name, tensor in changed if name not in push.touched)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     faulty = cfgs.pop("faulty")
-    assert training.raised(instead(WeightSync, "push_clean", push_all_but_norms), faulty) == [(InputError, "")]
+    assert training.raised(instead(Push, "clean", push_all_but_norms), faulty) == [(InputError, "")]
     runs = training.run_all({label: ("TP1", cfg) for label, cfg in cfgs.items()})
     return runs | {"faulty": training.only_run(faulty)}
 

@@ -38,8 +38,9 @@ from inputs import hf_config
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
+from policy import Policy
 from tripwires import Tripped
-from weight_sync import WeightSync
+from weight_sync import Push
 
 LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all
 PROBE = [5, 6, 7, 8]
@@ -96,17 +97,14 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
     answers = {}
     for label, noise in NOISES.items():
         model, arch = adapted.load(path, parallel)
-        adapters = lora_megatron.attach(model, config(path, noise, True).lora, parallel, 0)
+        policy = Policy(config(path, noise, True), arch, parallel, model)
         keepers = {local: Keeper(parallel) for local in (False, True)}
-        syncs = {
-            local: WeightSync(keeper, model, arch, parallel, config(path, noise, local))
-            for local, keeper in keepers.items()
-        }
+        syncs = {local: Push(config(path, noise, local), policy, keeper) for local, keeper in keepers.items()}
         wrong, checksums, names = [], [], []
         for step in range(-1, 3):
             if step >= 0:
-                adapted.move(adapters, arch, parallel, step)
-                pushed = {local: sync.push(step, PROBE) for local, sync in syncs.items()}
+                adapted.move(policy.adapters, arch, parallel, step)
+                pushed = {local: sync(step, PROBE) for local, sync in syncs.items()}
                 if noise:
                     keys = [key for key in pushed[True] if key not in ("sync/checksum", "aqn/probe_shift")]
                     wrong += [key for key in keys if pushed[True][key] != pushed[False][key]]
@@ -126,7 +124,7 @@ def on_a_rank(parallel: Parallel, path: Path) -> dict[str, object]:
         "shards": {name: tensor.clone() for name, tensor in vllm_colocated.shards(model, arch, parallel)},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightSync, "_gap", lambda self, prompt: 0.0)  # a Keeper cannot compute log-probs
+        patch.setattr(Push, "_gap", lambda self, prompt: 0.0)  # a Keeper cannot compute log-probs
         return found | {"both ways": both_ways(parallel, path)}
 
 
@@ -295,20 +293,20 @@ STARTS = {  # from this push on the engine has another matrix
 def refusals(parallel: Parallel, path: Path) -> None:
     """On every rank, the sound start is accepted and each fault is refused."""
     cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
-    lora_megatron.attach(model, cfg.lora, parallel, 0)
+    policy = Policy(cfg, arch, parallel, model)
     sound = Keeper(parallel).placement()
     vllm_colocated.check_placement(sound, arch, parallel)
     for key, change in PLACES:
         with pytest.raises(InputError, match=f"rank {parallel.rank}: vLLM's {key}: "):
             vllm_colocated.check_placement(sound | {key: change(sound.get(key))}, arch, parallel)
-    for push, plant in STARTS.items():
+    for when, plant in STARTS.items():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-            sync = WeightSync(engine, model, arch, parallel, cfg)
-            differ = f"after {push} sampler and trainer differ by"
-            with pytest.raises(Tripped, match=differ) if push else contextlib.nullcontext():
-                sync.check_start(PROBE)
+            push = Push(cfg, policy, engine)
+            differ = f"after {when} sampler and trainer differ by"
+            with pytest.raises(Tripped, match=differ) if when else contextlib.nullcontext():
+                push.check_start(PROBE)
 
 
 def test_a_run_starts_only_in_the_trainers_place_and_while_sampler_and_trainer_agree(path: Path) -> None:

@@ -15,7 +15,7 @@ import lora_reference
 import pytest
 import torch
 import world
-from adapted import SEED, adapt, backward, load, lora_config
+from adapted import SEED, adapt, backward, gather, load, lora_config
 from lora_reference import EXPERT_RANK, KINDS, RANK, Reference
 from measured import CONTROLS, measure
 from reference_process import Problem
@@ -181,7 +181,7 @@ def choices(parallel: Parallel, path: Path, tokens: Tensor) -> dict:
         out[targets] = list(adapters), {name: tuple(f.shape) for name, f in lora_megatron.factors(adapters).items()}
     model, arch = load(path, parallel)
     adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
-    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    whole = gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     broken = [("model.layers.1.mlp.gate.A", whole | {"model.layers.1.mlp.gate.A": torch.zeros(1)})]
     for name, value in whole.items():
         longer = [torch.cat([value, value.narrow(dim, 0, 1)], dim) for dim in range(value.dim())]
@@ -225,7 +225,7 @@ def in_bf16(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor)
     backward(model, tokens, parallel)
     factors = lora_megatron.factors(adapters)
     parallel.sync_gradients_(list(factors.values()))
-    whole = adapter_weights.gather(adapters, {key: f.grad for key, f in factors.items()}, arch, parallel)
+    whole = gather(adapters, {key: f.grad for key, f in factors.items()}, arch, parallel)
     flat = torch.cat([value.flatten().cpu() for value in whole.values()])
     true = torch.cat([expected.gradients[key].flatten() for key in whole])
     dtypes = {f.dtype for f in factors.values()} | {f.grad.dtype for f in factors.values()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import update_reference
 import world
-from adapted import adapt
+from adapted import load
 from lora_reference import Named
 from reference_process import Problem
 from update_reference import CASES, Updated
@@ -22,6 +22,7 @@ from update_reference import CASES, Updated
 import grpo
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
+from policy import Policy
 from rollout import Rollout
 from runlog import Heartbeat, StepTimer
 
@@ -41,8 +42,10 @@ def _errors(
     parallel: Parallel, path: Path, factors: Named, batch: Rollout, case: str, expected: Updated
 ) -> dict[str, float]:
     cfg = update_reference.config(path, case)
-    model, arch, adapters = adapt(path, parallel, factors)
-    learner = Learner(cfg, arch, parallel, model, adapters, pad_token=0)
+    model, arch = load(path, parallel)
+    policy = Policy(cfg, arch, parallel, model)
+    policy.load_(factors)
+    learner = Learner(cfg, policy, pad_token=0)
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)
     timer = StepTimer(Heartbeat(0, 0), 0, parallel.device)
     learner.update(batch, [], advantages.flatten(), 0, timer)

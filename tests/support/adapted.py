@@ -61,9 +61,19 @@ def fill(adapters: dict, whole: dict[str, Tensor], arch: Architecture, parallel:
             factor.copy_(pieces[name])
 
 
+@torch.no_grad()
+def gather(adapters: dict, values: dict[str, Tensor], arch: Architecture, parallel: Parallel) -> dict[str, Tensor]:
+    """Whole tensors by their names in a checkpoint, from the ``values`` of every rank by factor name. Collective."""
+    whole = {}
+    for name, factor in lora_megatron.factors(adapters).items():
+        tensor = adapter_weights.whole(name, factor, values[name], arch, parallel)
+        whole[adapter_weights.hf_name(name, arch)] = tensor.clone()
+    return whole
+
+
 def move(adapters: dict, arch: Architecture, parallel: Parallel, step: int) -> None:
     """Change the adapters as an update would, to the same policy in every layout."""
-    whole = adapter_weights.gather(adapters, lora_megatron.factors(adapters), arch, parallel)
+    whole = gather(adapters, lora_megatron.factors(adapters), arch, parallel)
     generator = torch.Generator().manual_seed(step)
     whole = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in whole.items()}
     fill(adapters, whole, arch, parallel)

@@ -9,11 +9,11 @@ import gc
 
 import torch
 
-import lora_megatron
 import model_megatron
 from architecture import Architecture
 from knobs import Config
 from parallel_setup import Parallel
+from policy import Policy
 from rollout import Rollout
 
 
@@ -59,15 +59,16 @@ def _all(events: list) -> list:
     return [one for event in events for one in (event, *_all(event.children))]
 
 
-def model_of(
-    parallel: Parallel, cfg: Config, arch: Architecture, merges: bool = False
-) -> tuple[torch.nn.Module, dict[str, object]]:
-    """A model in fp32 with random weights, and its adapters."""
+def policy_of(parallel: Parallel, cfg: Config, arch: Architecture, merges: bool = False) -> Policy:
+    """A policy in fp32 with random weights."""
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.05)
-    return model, lora_megatron.attach(model, cfg.lora, parallel, 0, merges=merges)
+    policy = Policy(cfg, arch, parallel, model)
+    for adapter in policy.adapters.values():
+        adapter.merges = merges
+    return policy
 
 
 def rollout_of(cfg: Config, shortest: int | None = None) -> Rollout:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 import world
-from adapted import SEED, backward, errors, fill, gradient_error, load, logp_error, lora_config, my_rows
+from adapted import SEED, backward, errors, fill, gather, gradient_error, load, logp_error, lora_config, my_rows
 from lora_reference import TEMPERATURE, Reference
 from torch import Tensor
 
-import adapter_weights
 import lora_megatron
 import model_megatron
 import parallel_setup
@@ -67,12 +66,12 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     bare = log_probs()
     adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)
     factors = lora_megatron.factors(adapters)
-    initial = adapter_weights.gather(adapters, factors, arch, parallel)
+    initial = gather(adapters, factors, arch, parallel)
     out: dict = {"initial": {name: value.cpu().numpy().tobytes() for name, value in initial.items()}}
     out["zero B"] = torch.equal(log_probs(), bare)
 
     fill(adapters, expected.factors, arch, parallel)
-    again = adapter_weights.gather(adapters, factors, arch, parallel)
+    again = gather(adapters, factors, arch, parallel)
     out["round trip"] = all(torch.equal(again[name].cpu(), value) for name, value in expected.factors.items())
     with lora_megatron.disabled(adapters):
         out["disabled"] = torch.equal(log_probs(), bare)

@@ -32,11 +32,11 @@ import weights_hf
 from engines import drawing
 from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
-from learner import Learner
 from lora_megatron import LoRAGroupedLinear
+from policy import Policy
 from rollout import Sampled
-from sampling_ranks import Bridge, Delivery, Samplers
-from weight_sync import WeightSync
+from sampling_ranks import Apart, Bridge, Delivery, Samplers
+from weight_sync import Push
 
 FEW = {  # a step takes about 50 ms
     "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
@@ -82,14 +82,14 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
     return after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
 
 
-def stacks_otherwise(change: Callable[[WeightSync, str, Tensor], Tensor]) -> Plant:
+def stacks_otherwise(change: Callable[[Push, str, Tensor], Tensor]) -> Plant:
     """Push ``change(sync, name, stack)`` instead of every stack of experts."""
     return after(
-        WeightSync, "_merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
+        Push, "_merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
     )
 
 
-def without_lora(sync: WeightSync, name: str, *_) -> Tensor:
+def without_lora(sync: Push, name: str, *_) -> Tensor:
     """A stack of experts of the base model."""
     return sync._for_engine(dict(sync._experts())[name].base.weight)
 
@@ -106,7 +106,7 @@ def without_update(expert: str) -> Plant:
 
     layer, _, number = expert.rpartition(".")
 
-    def stack(sync: WeightSync, name: str, value: Tensor) -> Tensor:
+    def stack(sync: Push, name: str, value: Tensor) -> Tensor:
         if name.startswith(f"{layer}."):
             one = slice(int(number), int(number) + 1)  # none, if the model has fewer experts
             value[one] = without_lora(sync, name)[one]
@@ -119,7 +119,7 @@ def nan_in_one_expert(patch: MonkeyPatch) -> None:
     """In the push of step 2."""
     broken, pushes = "model.layers.1.mlp.experts.down_proj", itertools.count()
 
-    def change(sync: WeightSync, name: str, value: Tensor) -> Tensor:
+    def change(sync: Push, name: str, value: Tensor) -> Tensor:
         if name == broken and next(pushes) == 1:
             value[5] = float("nan")
         return value
@@ -145,7 +145,7 @@ def engine_without_norms(rank: int | None = None) -> Plant:
     )  # fmt: skip
 
 
-def skip_push(real: Callable, sync: WeightSync) -> None:
+def skip_push(real: Callable, sync: Push) -> None:
     """The engine keeps its base weights."""
     with MonkeyPatch.context() as patch:
         patch.setattr(sync.engine, "load_weights", lambda tensors: [None for _ in tensors])
@@ -155,7 +155,7 @@ def skip_push(real: Callable, sync: WeightSync) -> None:
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
-def noise_left_in(result: object, sync: WeightSync, *_: object) -> object:
+def noise_left_in(result: object, sync: Push, *_: object) -> object:
     """The last expert of the last layer has noise, as small as AQN's, after the push."""
     places = [linear.place for _, linear in sync._experts() if getattr(linear, "place", None) is not None]
     for place in places[-1:]:
@@ -215,18 +215,17 @@ def old_factors(patch: MonkeyPatch) -> None:
     """The sampler receives each policy but samples with the one before."""
     received = []
 
-    def keep(_: None, bridge: Bridge, adapters: dict, *args) -> None:
-        factors = lora_megatron.factors(adapters)
-        received.append({name: factor.detach().clone() for name, factor in factors.items()})
-        adapter_weights.copy_(factors, received[max(0, len(received) - 2)])
+    def keep(_: None, bridge: Bridge, policy: Policy, *args) -> None:
+        received.append(policy.copied_factors())
+        adapter_weights.copy_(policy.factors, received[max(0, len(received) - 2)])
 
     after(Bridge, "receive_policy", keep)(patch)
 
 
-def send_old(real: Callable, bridge: Bridge, learner: Learner, version: int) -> None:
+def send_old(real: Callable, apart: Apart, version: int) -> None:
     """The trainers send the policy before, under the number of the current one."""
-    with learner.sampling_policy():
-        real(bridge, learner, version)
+    with apart.learner.sampling_policy():
+        real(apart, version)
 
 
 def swapped(real: Callable, *args) -> Sampled:
@@ -268,7 +267,7 @@ FAULTS: dict[str, Plant] = {
     "adapters are never pushed": both(
         after(weights_hf, "merged", lambda value, slot: slot.weight), stacks_otherwise(without_lora)
     ),
-    "rank 1 is never pushed to": instead(WeightSync, "push_clean", skip_push, rank=1),
+    "rank 1 is never pushed to": instead(Push, "clean", skip_push, rank=1),
     "the engine ignores pushed norms": engine_without_norms(),
     "the engine ignores pushed norms on rank 1": engine_without_norms(rank=1),
     "the engine has larger norms on rank 1": engine_with("norm", lambda engine, name, value: value * 1.05, rank=1),
@@ -290,7 +289,7 @@ FAULTS: dict[str, Plant] = {
     "experts have a quarter of their update": after(
         LoRAGroupedLinear, "products", lambda pair, *_: [factor / 2 for factor in pair]
     ),
-    "noise stays in shared memory": after(WeightSync, "_push_policy", noise_left_in),
+    "noise stays in shared memory": after(Push, "_push_policy", noise_left_in),
     "temperature x 1.3": warmer(),
     "temperature x 1.3 on rank 1": warmer(rank=1),
     "top-k 3": draws(top_3),
@@ -309,7 +308,7 @@ FAULTS: dict[str, Plant] = {
     "seeds are ignored": seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()),
     "the end token is never recognised": after(TorchSampler, "__init__", without_end),
     "samplers keep old factors": old_factors,
-    "trainers send the policy before": instead(Bridge, "send_policy", send_old),
+    "trainers send the policy before": instead(Apart, "push_clean", send_old),
     "trainers count other steps": instead(
         Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))
     ),

@@ -34,7 +34,7 @@ from inputs import check
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
-from weight_sync import WeightSync
+from weight_sync import Push
 
 # ------------------------------------------------------------------------------------------------ rows and rewards
 
@@ -234,7 +234,7 @@ FAULTS: dict[str, Plant] = {
     "both ranks train the same half": after(
         rollout, "plan", lambda shares, *_: [[share[0]] * len(share) for share in shares]
     ),
-    "only the last micro-batch counts": before(Learner, "_loss", lambda trainer, *_: trainer.model.zero_grad()),
+    "only the last micro-batch counts": before(Learner, "_loss", lambda trainer, *_: trainer.policy.model.zero_grad()),
     "another mean over tokens": instead(
         grpo, "aggregate_loss", lambda real, *args, **more: real(*args, **more | {"aggregate": "token-mean"})
     ),
@@ -278,7 +278,7 @@ FAULTS: dict[str, Plant] = {
     "shards joined in the wrong order in the sampler": instead(
         weights_hf, "gather", lambda real, *args: real(*args).flip(0)
     ),
-    "one noise in all steps of the run": instead(WeightSync, "_add_noise", add_the_first_noise),
+    "one noise in all steps of the run": instead(Push, "_add_noise", add_the_first_noise),
     "rank 1 opens no layout": instead(parallel_setup, "open_layout", refuse_the_layout, rank=1),
     "other noise on each rank": instead(weight_sync.aqn, "perturb", noise_of_the_rank),
 }

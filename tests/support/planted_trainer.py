@@ -70,15 +70,16 @@ def fill_b(adapters: dict, *_) -> dict:
 @torch.no_grad()
 def leak(metrics: dict, learner: Learner, *_) -> dict:
     """The noise of a push stays in the weights of the trainer, so noise would accumulate."""
-    learner.model.decoder.layers[-1].input_layernorm.weight.add_(0.01)
+    learner.policy.model.decoder.layers[-1].input_layernorm.weight.add_(0.01)
     return metrics
 
 
 @torch.no_grad()
 def route_natively(real: Callable, learner: Learner, micro: MicroBatch) -> Tensor:
     """The reference pass does not replay the routes."""
-    with lora_megatron.disabled(learner.adapters):
-        return learner._logp(micro).logp
+    if any(adapter.enabled for adapter in learner.policy.adapters.values()):
+        return real(learner, micro)
+    return learner.policy.logprobs(micro).logp
 
 
 # ------------------------------------------------------------------------------------------------ questions
@@ -126,7 +127,7 @@ def one_gradient_not_summed(is_expert: bool) -> Plant:
 
 @torch.no_grad()
 def drift(metrics: dict, learner: Learner, *_) -> dict:
-    next(f for name, f in learner.factors.items() if name.endswith("linear_qkv.A")).view(-1)[0] += 1e-3
+    next(f for name, f in learner.policy.factors.items() if name.endswith("linear_qkv.A")).view(-1)[0] += 1e-3
     return metrics
 
 
@@ -194,7 +195,7 @@ FAULTS: dict[str, Plant] = {
     "noise stays in the trainer": after(Learner, "update", leak),
     "one token has all the probability": sharpened(1e4),
     "the reference has its adapters on": instead(lora_megatron, "disabled", lambda *_: contextlib.nullcontext()),
-    "the reference takes other routes": instead(Learner, "_reference_logp", route_natively),
+    "the reference takes other routes": instead(Learner, "_logp", route_natively),
     "every step asks the same questions": instead(
         data_gsm8k.Questions, "pick", lambda real, questions, step, count: real(questions, 0, count)
     ),
