@@ -172,16 +172,16 @@ class Learner:
             micro = rollout.pack(
                 batch, share[parallel.data_rank], advantages, parallel.device, self.pad_token, parallel.tensor, routes
             )
-            self._put_on_line(micro)
+            self._pack_rows(micro)
             micro_batches.append(micro)
         return micro_batches
 
-    def _put_on_line(self, micro: MicroBatch) -> None:
-        """Let the forward passes of ``micro`` compute one line of tokens instead of padded rows."""
+    def _pack_rows(self, micro: MicroBatch) -> None:
+        """Let the forward passes of ``micro`` compute a packed sequence of tokens instead of padded rows."""
         micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
         if micro.routes is not None:
-            micro.replayed = micro.packing.to_line(micro.replayed) * micro.packing.rows
-            micro.routes = micro.packing.to_line(micro.routes)
+            micro.replayed = micro.packing.pack(micro.replayed) * micro.packing.num_rows
+            micro.routes = micro.packing.pack(micro.routes)
 
     # -------------------------------------------------------------------------------------------- forward passes
 
@@ -233,7 +233,7 @@ class Learner:
     @torch.no_grad()
     def _record_routes(self, micro: MicroBatch) -> None:
         """The same on the trainer's own routes, which ``micro`` replays from now on."""
-        micro.replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.rows[None]
+        micro.replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), len(micro.replayed))
         micro.old_logp = stats.logp
 

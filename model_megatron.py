@@ -212,7 +212,7 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
     """The output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
     T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. With ``packing``,
-    ``tokens`` are its line.  (1, M) -> (M, 1, h)
+    ``tokens`` are its packed sequence.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -221,7 +221,8 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
         x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.use(packing)
-    cos_sin = model.rotary_pos_emb(tokens.shape[1] if packing is None else packing.line.shape[1])  # (2, T, 1, 1, d)
+    longest = tokens.shape[1] if packing is None else packing.index.shape[1]
+    cos_sin = model.rotary_pos_emb(longest)  # (2, T, 1, 1, d)
     if packing is not None:
         cos_sin = cos_sin[:, packing.position]
     x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
@@ -262,8 +263,8 @@ def token_logprobs(
     if packing is None:
         hidden = hidden_states(model, tokens)[position - 1, row]  # (N, h): the state that predicts the token
     else:
-        line = hidden_states(model, packing.to_line(tokens), packing)[:, 0]  # (M, h)
-        hidden = kernels.take(line, packing.line[row, position - 1])  # rows that share a prompt share its last state
+        packed = hidden_states(model, packing.pack(tokens), packing)[:, 0]  # (M, h)
+        hidden = kernels.take(packed, packing.index[row, position - 1])  # rows that share a prompt share its last state
     logp, entropy = _VocabularyLogProbs.apply(hidden, head_weight(model), tokens[row, position], temperature, parallel)
     zeros = hidden.new_zeros(mask.shape, dtype=torch.float32)
     return TokenStats(zeros.index_put((row, position), logp), zeros.index_put((row, position), entropy))

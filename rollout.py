@@ -56,7 +56,7 @@ class MicroBatch:
     sampled_logp: Tensor | None = None  # (b, T) the trainer's log-probs of an older policy, which has sampled
     old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
     ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
-    packing: Packing | None = None  # how the rows become one line of M tokens
+    packing: Packing | None = None  # how the rows become one packed sequence of M tokens
     routes: Tensor | None = None  # (b, T, L, K), packed (1, M, L, K): experts to replay, L MoE layers
     replayed: Tensor | None = None  # (b, T), packed (1, M): the number of rows whose token has a route here
 

@@ -72,7 +72,7 @@ class RouterLoad:
             before_the_last = micro.mask.flip(1).cumsum(1, dtype=torch.long).flip(1)[:, 1:] > 0
             self.rows = _local(F.pad(before_the_last.float(), (0, 1)), self.parallel)
         else:
-            self.rows = _local(micro.packing.rows[None].float(), self.parallel)
+            self.rows = _local(micro.packing.num_rows[None].float(), self.parallel)
         try:
             yield
         finally:

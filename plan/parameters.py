@@ -74,7 +74,7 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
 def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
 
-    WeightSync asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
+    Push asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
     another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere.
     """
     packs = device in cfg.rollout.kind.packs_on or layout.role == "trainers"
@@ -92,7 +92,7 @@ def splits_as_trainer(layout: RankGrid) -> bool:
 def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> tuple[int, int]:
     """Parameters of frozen and of merged experts that trainer and engine of a rank hold once.
 
-    See WeightSync._share_experts.
+    See Push._share_experts.
     """
     if not has_stacks(cfg, layout, device):
         return 0, 0

@@ -54,7 +54,7 @@ def test_every_query_sees_a_key_and_none_after_itself() -> None:
     for row, (prompt, own) in enumerate([(3, 3), (3, 8), (5, 0), (5, 6), (5, 8), (5, 1), (3, 0), (0, 0)]):
         for i in range(own):
             assert sees[row, i].nonzero().flatten().tolist() == list(range(prompt + i + 1))
-    assert not packing.pack(tokens, torch.zeros(8, 16), multiple=4).own.numel()
+    assert not packing.pack(tokens, torch.zeros(8, 16), multiple=4).own_index.numel()
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -167,10 +167,10 @@ def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
 
 
 def pad_rows(patch: pytest.MonkeyPatch) -> None:
-    """Until ``patch`` is undone, the trainer computes padded rows instead of packed lines."""
+    """Until ``patch`` is undone, the trainer computes padded rows instead of packed sequences."""
     plan = rollout.plan
     patch.setattr(rollout, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
-    patch.setattr(Learner, "_put_on_line", lambda self, micro: None)
+    patch.setattr(Learner, "_pack_rows", lambda self, micro: None)
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
