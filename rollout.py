@@ -5,7 +5,6 @@ A replica is a group of rollout.tensor ranks, which hold one copy of the model t
 prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that every rank has the whole rollout.
 """
 
-import bisect
 import dataclasses
 import functools
 import importlib
@@ -283,53 +282,72 @@ def plan(
     """The sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
     ``lengths``: tokens of each sequence's row. ``prompts``: tokens of each one's prompt, where rows are packed.
-    No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. A padded row
-    counts with its padding, up to a ``multiple``. Packed rows count as their line, which has each prompt once, plus a
-    quarter of their padded size. There are as few micro-batches as this limit allows, and they are as even as their
-    number allows.
+    No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are as few
+    micro-batches as this limit allows, and they are as even as their number allows.
     Groups are sorted by their longest row and distributed in that order, so that the rows of a micro-batch are similar
     and ranks finish together. A group stays on one rank where it can, because its rows share the work on their prompt.
     Every rank gets the same number of micro-batches, some of them empty if necessary, because expert-parallel ranks
     exchange tokens in every layer. The result depends on the arguments alone, so all ranks compute the same.
     """
+    cost = functools.partial(_cost, lengths=lengths, multiple=multiple, group_size=group_size, prompts=prompts)
     longest_row: dict[int, int] = {}  # by group
     for sequence, length in lengths.items():
         longest_row[sequence // group_size] = max(length, longest_row.get(sequence // group_size, 0))
     todo = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
 
-    def tokens(rows: list[int]) -> float:
-        padded = len(rows) * -(-max(lengths[s] for s in rows) // multiple) * multiple
-        if prompts is None:
-            return padded
-        line = sum(lengths[s] - prompts[s] for s in rows) + sum({s // group_size: prompts[s] for s in rows}.values())
-        return line + padded / 4  # attention copies padded rows: at most a quarter of what autograd keeps
-
-    def fit(by_rank: list[list[int]], room: int) -> bool:
-        return all(tokens(rows) <= room for rows in by_rank if rows)
-
-    rounds: list[list[list[int]]] = []  # a block of rows for every rank; the round stays in one micro-batch
+    rounds: list[list[list[int]]] = []  # [round][data rank] -> sequences, which stay in one micro-batch
     while todo:
         for block in range(min(group_size, -(-len(todo) // data_ranks)), 0, -1):
             round_ = [todo[rank * block : (rank + 1) * block] for rank in range(data_ranks)]
-            if fit(round_, tokens_per_micro_batch):
+            if _fits(round_, tokens_per_micro_batch, cost):
                 break
         rounds.append(round_)
         todo = todo[data_ranks * block :]
 
-    def fill(room: int) -> list[list[list[int]]]:
-        """The rounds in order, each in the last micro-batch if all ranks have room for it there, else in a new one."""
-        micro_batches: list[list[list[int]]] = []
-        for round_ in rounds:
-            if micro_batches:
-                grown = [[*rows, *more] for rows, more in zip(micro_batches[-1], round_, strict=True)]
-                if fit(grown, room):
-                    micro_batches[-1] = grown
-                    continue
-            micro_batches.append(round_)
-        return micro_batches
+    # The smallest limit that gives as few micro-batches as the largest one makes them even.
+    fewest = len(_next_fit(rounds, tokens_per_micro_batch, cost))
+    low, high = 0, tokens_per_micro_batch
+    while low < high:
+        middle = (low + high) // 2
+        if len(_next_fit(rounds, middle, cost)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return _next_fit(rounds, low, cost)
 
-    fewest = len(fill(tokens_per_micro_batch))
-    return fill(bisect.bisect_left(range(tokens_per_micro_batch), True, key=lambda room: len(fill(room)) <= fewest))
+
+def _cost(
+    rows: list[int], lengths: dict[int, int], multiple: int, group_size: int, prompts: dict[int, int] | None
+) -> float:
+    """The tokens of ``rows`` in one forward pass.
+
+    A padded row counts with its padding, up to a ``multiple``. Packed rows count as their packed sequence, which has
+    each prompt once, plus a quarter of their padded size: attention copies padded rows, which are at most a quarter of
+    what autograd keeps.
+    """
+    padded = len(rows) * -(-max(lengths[sequence] for sequence in rows) // multiple) * multiple
+    if prompts is None:
+        return padded
+    own = sum(lengths[sequence] - prompts[sequence] for sequence in rows)
+    prompt_of_group = {sequence // group_size: prompts[sequence] for sequence in rows}
+    return own + sum(prompt_of_group.values()) + padded / 4
+
+
+def _fits(by_rank: list[list[int]], limit: int, cost: Callable[[list[int]], float]) -> bool:
+    return all(cost(rows) <= limit for rows in by_rank if rows)
+
+
+def _next_fit(rounds: list[list[list[int]]], limit: int, cost: Callable[[list[int]], float]) -> list[list[list[int]]]:
+    """The rounds in order, each in the last micro-batch if all ranks have room for it there, otherwise in a new one."""
+    micro_batches: list[list[list[int]]] = []
+    for round_ in rounds:
+        if micro_batches:
+            joined = [[*rows, *more] for rows, more in zip(micro_batches[-1], round_, strict=True)]
+            if _fits(joined, limit, cost):
+                micro_batches[-1] = joined
+                continue
+        micro_batches.append(round_)
+    return micro_batches
 
 
 def pack(
