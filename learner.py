@@ -165,8 +165,7 @@ class Learner:
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":
-            sampled_by = 1 if cfg.rollout.ranks else cfg.rollout.tensor  # ranks that have the same completions
-            routes = routing_replay.collect(batch, completions, shares, self.arch, parallel, sampled_by)
+            routes = routing_replay.collect(batch, completions, shares, self.arch, parallel)
         micro_batches = []
         for share in shares:
             micro = rollout.pack(

@@ -38,6 +38,7 @@ class Rollout:
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
     correct: Tensor  # (P, G) 1 where it is right
+    replica_ranks: int = 1  # ranks that have the same completions: those that sampled them together
 
     def row_length(self, sequence: int) -> int:
         """Tokens of prompt and completion."""
@@ -222,6 +223,7 @@ def sample(
         rewards=reals[..., longest],
         parsable=reals[..., longest + 1],
         correct=reals[..., longest + 2],
+        replica_ranks=settings.tensor,
     )
     return batch, completions
 

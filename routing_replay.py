@@ -200,15 +200,14 @@ def collect(
     shares: list[list[list[int]]],
     arch: Architecture,
     parallel: Parallel,
-    sampler_tensor: int = 1,
 ) -> dict[int, Tensor]:
     """The engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K). Collective.
 
     ``own``: the completions that this rank sampled. ``shares``: rollout.plan's [micro-batch][data rank] -> sequences.
-    The tensor ranks of a data rank train the same sequences. ``sampler_tensor``: ranks of a replica of the sampler. All
-    of them have its completions, and the first of them sends the routes.
+    The tensor ranks of a data rank train the same sequences. All ranks of a replica have its completions, and the first
+    of them sends the routes.
     """
-    group, replicas = batch.rewards.shape[1], parallel.world_size // sampler_tensor
+    group, replicas = batch.rewards.shape[1], parallel.world_size // batch.replica_ranks
     needed_by = {
         sequence: [data_rank * parallel.tensor + i for i in range(parallel.tensor)]
         for share in shares
@@ -216,11 +215,11 @@ def collect(
         for sequence in sequences
     }
     records = {
-        (parallel.rank // sampler_tensor + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
+        (parallel.rank // batch.replica_ranks + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
-    owner = {sequence: sequence // group % replicas * sampler_tensor for sequence in needed_by}
+    owner = {sequence: sequence // group % replicas * batch.replica_ranks for sequence in needed_by}
     shapes = {
         sequence: (batch.row_length(sequence) - 1, sum(arch.moe_layers), arch.experts_per_token)
         for sequence in needed_by

@@ -7,6 +7,7 @@ and no clock, so a run repeats itself to the byte, and equals a run with rollout
 steps count from 0, and a policy's version is the number of steps after which it had these factors.
 """
 
+import dataclasses
 import datetime
 import hashlib
 import pickle
@@ -287,7 +288,9 @@ class Apart:
         metrics, checksums = found.pushed
         self.tripwires.after_push(step, checksums, metrics)
         self.seconds = found.seconds
-        return sampled._replace(completions=completions), metrics
+        # Each rank has other completions now, however many ranks of the samplers had the same ones.
+        batch = dataclasses.replace(sampled.batch, replica_ranks=1)
+        return sampled._replace(batch=batch, completions=completions), metrics
 
     def _receive_rollout(self, what: str) -> tuple[Delivery, list[list[Completion]]]:
         """What rank 0 receives, for every rank; of the completions each has those that it would sample itself."""
