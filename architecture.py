@@ -57,8 +57,6 @@ class Architecture:
     rope_theta: float
     rms_norm_eps: float
     max_positions: int
-    stored_format: str = "none"  # of hf_config.FORMATS: the checkpoint holds the codes of the routed experts
-    stored_attention: bool = False  # and those of the matrices around attention
 
     @property
     def qk_norm(self) -> str:

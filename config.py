@@ -241,7 +241,7 @@ REMOVED = {
     "lora.dropout": 0.0, "optim.eps": 1e-8,
     "rollout.round_group": 32, "rollout.round_bits": PLANTED, "rollout.route_flips": PLANTED,
     "rollout.logit_noise": PLANTED, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
-    "model.attention_shapes": "auto",
+    "model.attention_shapes": "auto", "model.quantised": "[experts]",
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.
@@ -259,7 +259,7 @@ MAY_CHANGE = frozenset(
     | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
     | REPLACED.keys()
     | {f"checks.{key}" for key in ChecksConfig.model_fields}
-    | {key for key in REMOVED if key.startswith(("parallel.", "checks.", "model."))}
+    | {key for key in REMOVED if key.startswith(("parallel.", "checks.", "model.attention_shapes"))}
 )
 
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with

@@ -245,8 +245,7 @@ def measure(cfg: Config) -> dict:
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
         base, model, dtype = weights_hf.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(
-            (name, quantisation.frozen(base, name, dtype, model.quantisation, model.quantises_attention))
-            for name in tensor_shapes(arch)
+            (name, quantisation.frozen(base, name, dtype, model.quantisation)) for name in tensor_shapes(arch)
         )
         summary, _ = evaluate(
             engine,

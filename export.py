@@ -17,7 +17,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
@@ -134,16 +133,13 @@ def merged_tensors(
     alpha: float,
     dtype: torch.dtype,
     quantisation: str = "none",
-    quantises_attention: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the base model by name: W + (alpha / R) B A in fp32 where trained, cast once; these come first.
 
-    It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and what is quantised
-    to its ``quantisation``, because the adapters were trained on the rounded weights.
+    It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and experts to their
+    ``quantisation``, because the adapters were trained on the rounded weights.
     """
-    frozen = functools.partial(
-        quantised.frozen, base, dtype=dtype, quantisation=quantisation, attention=quantises_attention
-    )
+    frozen = functools.partial(quantised.frozen, base, dtype=dtype, quantisation=quantisation)
     done: set[str] = set()
     for adapted in modules:
         for part in adapted.parts():
@@ -195,15 +191,14 @@ def write_merged(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
     base = weights_hf.read_model(source, arch)
-    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation, model.quantises_attention)
+    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation)
     weights_hf.save_model(tensors, folder)
     about = read_object(source / "config.json")
-    about.pop("quantization_config", None)  # the merged weights are not quantised
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     copy_tokenizer(source, folder)
-    for name, weight in weights_hf.read_model(folder, replace(arch, stored_format="none")).items():
+    for name, weight in weights_hf.read_model(folder, arch).items():
         if weight.dtype != dtype or not weight.isfinite().all():
             raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
     return len(shapes), num_bytes
@@ -353,8 +348,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
                 )
             num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
             if cfg.model.quantisation != "none":
-                parts = " and ".join(cfg.model.quantised)
-                _note(f"the adapter belongs to a base with {parts} in {cfg.model.quantisation}; --merged has both")
+                _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
         else:
             num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(run_dir / "config.yaml"))
@@ -383,7 +377,7 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
         return evaluate.ask(cfg, question, weights_hf.read_model(run_dir, hf_config.read(run_dir)).items())
     cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     model, base = cfg.model, weights_hf.read_model(cfg.model.path, arch)
-    settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation, model.quantises_attention)
+    settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation)
     return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
 
 

@@ -27,18 +27,9 @@ class ModelConfig(Section):
     path: str = knob(..., "folder of a Hugging Face model: config.json, safetensors files, tokenizer", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
-    quantisation: Literal["none", "int8", "int4", "nvfp4"] = knob(
-        "none", "format in which the trainer holds the frozen matrices that model.quantised names (hf_config.FORMATS)"
+    quantisation: Literal["none", "int4"] = knob(
+        "none", "int4: the trainer holds the frozen routed experts in 4 bits, quantised on loading (quantisation.py)"
     )
-    quantised: tuple[Literal["experts", "attention"], ...] = knob(
-        ("experts",),
-        "[experts]: the routed experts; [experts, attention]: also the matrices around attention",
-        strict=False,
-    )
-
-    @property
-    def quantises_attention(self) -> bool:
-        return self.quantisation != "none" and "attention" in self.quantised
 
 
 class TinyModelConfig(Section):

@@ -45,7 +45,7 @@ class _GradientOf(torch.autograd.Function):
 @contextlib.contextmanager
 def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
     """A context in which ``module`` computes with ``weight``; so does its backward pass, since autograd saves it."""
-    own = module._parameters.get("weight")  # None: a quantised module has codes instead
+    own = module._parameters.get("weight")  # None: int4 experts have codes instead
     module._parameters["weight"] = weight
     try:
         yield
@@ -112,7 +112,7 @@ class LoRALinear(Adapter):
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
         partial_over = "tensor" if self.sequence_parallel else None
-        weight = base.weight  # of a quantised linear, what its codes stand for
+        weight = base.weight
         out_size, in_size = weight.shape
         self.A = Factor.zeros(weight.device, (rank, in_size), None if is_column else 1, partial_over)
         self.B = Factor.zeros(weight.device, (out_size, rank), 0 if is_column else None, partial_over)

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import device as devices
+import quantisation as quantised
 from architecture import Architecture
 from hardware import kernels
 from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
 from packing import CausalAttention, Packing
 from parallel_setup import Parallel
-from quantisation import Quantised, QuantisedLinear
+from quantisation import Packed
 
 
 class RMSNorm(torch.nn.Module):
@@ -62,10 +63,8 @@ class ProjectionNorm(RMSNorm):
 
 def build_for(model: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
     """The shard of a run's model on this rank; see `build`."""
-    return build(
-        arch, parallel, dtype=devices.DTYPES[model.dtype], recompute=model.recompute, quantisation=model.quantisation,
-        quantises_attention=model.quantises_attention,
-    )  # fmt: skip
+    dtype = devices.DTYPES[model.dtype]
+    return build(arch, parallel, dtype=dtype, recompute=model.recompute, quantisation=model.quantisation)
 
 
 def build(
@@ -76,13 +75,11 @@ def build(
     recompute: bool,
     aux_loss: float = 0.0,
     quantisation: str = "none",
-    quantises_attention: bool = False,
 ) -> torch.nn.Module:
     """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
-    ``quantisation``: the format of the routed experts (hf_config.FORMATS), with ``quantises_attention`` also of the
-    matrices around attention.
+    ``quantisation``: model.quantisation, of the routed experts.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -92,7 +89,7 @@ def build(
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(arch, is_moe, parallel.tensor, quantises_attention) for is_moe in arch.moe_layers],
+            layer_specs=[_layer_spec(arch, is_moe, parallel.tensor) for is_moe in arch.moe_layers],
             layer_norm=RMSNorm,
         ),
         vocab_size=arch.vocab_size,
@@ -180,7 +177,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
     )
 
 
-def _layer_spec(arch: Architecture, is_moe: bool, tensor: int, quantises_attention: bool):
+def _layer_spec(arch: Architecture, is_moe: bool, tensor: int):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -191,8 +188,6 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int, quantises_attenti
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
-    if quantises_attention:
-        attention.linear_qkv = attention.linear_proj = QuantisedLinear
     if arch.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     elif arch.qk_norm == "projection":
@@ -344,22 +339,27 @@ def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 # --------------------------------------------------------------------------------------------------- the routed experts
 
 
-class GroupedLinear(Quantised):
+class GroupedLinear(torch.nn.Module):
     """One weight matrix per expert: row block e of x is multiplied by matrix e.
 
-    ``weight`` (E, in, out) is a parameter. With a ``quantisation`` there are codes and scales of (E, out, in) instead,
-    frozen, where ``blocks`` matrices are joined along out.
+    ``weight`` (E, in, out) is a parameter. With the ``quantisation`` int4 there are codes and scales of (E, out, in)
+    instead, which are buffers.
     """
 
-    def __init__(
-        self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str, blocks: int
-    ) -> None:
+    def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str) -> None:
         super().__init__()
-        self.shape, self.dtype = (num_experts, in_size, out_size), dtype
+        self.shape, self.dtype, self.quantisation = (num_experts, in_size, out_size), dtype, quantisation
         if quantisation == "none":
             self.weight = torch.nn.Parameter(torch.empty(num_experts, in_size, out_size, dtype=dtype))
         else:
-            self.hold(quantisation, (num_experts, out_size, in_size), blocks, dtype)
+            packed = quantised.empty((num_experts, out_size, in_size), dtype)
+            self.register_buffer("codes", packed.codes, persistent=False)
+            self.register_buffer("scales", packed.scales, persistent=False)
+
+    @property
+    def packed(self) -> Packed:
+        """The codes and scales, as views."""
+        return Packed(self.codes, self.scales)
 
     def matrices(self, experts: slice) -> Tensor:
         """The matrices of these experts, or what their codes stand for.  -> (e, in, out)"""
@@ -379,8 +379,8 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
         dtype, quantisation = config.params_dtype, config.quantisation
-        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, dtype, quantisation, 2)
-        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation, 1)
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, dtype, quantisation)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher sums the parts."""

@@ -5,7 +5,6 @@ the tensor ranks, and the shares are joined. A `Slot` describes one weight, or a
 everything below follows from the list of slots. Nothing is ever unpickled.
 """
 
-import functools
 import json
 import os
 import re
@@ -20,8 +19,9 @@ from torch import Tensor
 from architecture import Architecture, modules, tensor_shapes
 from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
+from model_megatron import GroupedLinear
 from parallel_setup import Parallel, Shards
-from quantisation import Packed, Quantised, stored_shapes
+from quantisation import Packed, quantise
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
@@ -41,22 +41,20 @@ class Slot:
 
     @property
     def weight(self) -> Tensor:
-        """The shard; of routed experts (e, in, out). Of quantised matrices, what their codes stand for."""
-        if isinstance(self.stored, Tensor):
-            return self.stored
-        return self.stored.dequantised() if self.experts is None else self.stored.dequantised().mT
+        """The shard; of routed experts (e, in, out). Of int4 experts, what their codes stand for."""
+        return self.stored if isinstance(self.stored, Tensor) else self.stored.dequantised().mT
 
     def rows(self, every: int) -> Tensor:
-        """Every so many-th row of `weight`. Of quantised matrices, no others are dequantised."""
+        """Every so many-th row of `weight`. Of int4 experts, no others are dequantised."""
         if isinstance(self.stored, Tensor):
             return self.stored[..., ::every, :]
-        return self.stored[::every].dequantised() if self.experts is None else self.stored.inputs(every).mT
+        return self.stored.inputs(every).mT
 
     def held(self) -> dict[str, Tensor]:
-        """The shard, or its codes, scales and factors by an ending of its name."""
+        """The shard, or its codes and scales by an ending of its name."""
         if isinstance(self.stored, Tensor):
             return {"": self.stored}
-        return {f" ({name})": getattr(self.stored, name) for name in ("codes", "scales", "factors")}
+        return {" (codes)": self.stored.codes, " (scales)": self.stored.scales}
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
@@ -83,7 +81,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
         held: dict[str, Tensor | Packed] = {
             f"{name.replace('.base', '')}.weight": module.packed
             for name, module in layer.named_modules()
-            if isinstance(module, Quantised) and module.quantisation != "none"
+            if isinstance(module, GroupedLinear) and module.quantisation != "none"
         }
         weights = ((name, x) for name, x in layer.named_parameters() if not name.endswith((".A", ".B")))
         held |= {name.replace(".base.", "."): x for name, x in weights}
@@ -135,9 +133,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         stored |= of_this_file
     stored = by_expert(stored)
-    # compressed-tensors also stores the shape of a packed matrix, which follows from config.json.
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".weight_shape")}
-    expected = stored_shapes(tensor_shapes(arch), DTYPES, arch.stored_format, arch.stored_attention)
+    expected = tensor_shapes(arch)
     unmatched = {
         "missing": [name for name in expected if name not in stored],
         "not part of this architecture": [name for name in stored if name not in expected],
@@ -145,11 +141,10 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     problems = [f"{label}: {first_three(names)}" for label, names in unmatched.items() if names]
     for name in (name for name in expected if name in stored):
         shape, dtype = stored[name].shape, str(stored[name].dtype).removeprefix("torch.")
-        needed, dtypes = expected[name]
-        if shape != needed:
-            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(needed)}")
-        elif dtype not in dtypes:
-            problems.append(f"{name} has dtype {dtype}; supported: {', '.join(dtypes)}")
+        if shape != expected[name]:
+            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
+        elif dtype not in DTYPES:
+            problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
     if problems:
         raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
     return stored
@@ -209,13 +204,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     for slot, place, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
         is_expert = slot.experts is not None
         stored, shards = slot.stored[place] if is_expert else slot.stored, parallel.shards(is_expert)
-        order = functools.partial(interleave_qkv, groups=slot.qkv_groups, arch=arch) if slot.qkv_groups else None
-        if isinstance(stored, Packed) and names[0] not in tensors:  # a quantised checkpoint
-            parts = [stored.read(tensors, name).shard(slot.dim, shards.size, shards.rank) for name in names]
-            stored.copy_(parts, order)
-            continue
         blocks = [tensors[name] for name in names]
-        whole = blocks
         if slot.dim is not None:
             blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
         value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)).to(stored.dtype)
@@ -223,11 +212,12 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             dtype = str(value.dtype).removeprefix("torch.")
             raise InputError(f"{model_dir}: {' or '.join(names)} holds values that are not finite in {dtype}")
         if isinstance(stored, Packed):
-            stored.fill_(blocks, whole, order)
-            stored.checked(f"{model_dir}: {' or '.join(names)}")
-        else:
-            value = order(value) if order else value
-            stored.copy_(value.t() if is_expert else value)
+            packed = quantise(value.to(stored.codes.device))
+            stored.copy_(packed.checked(f"{model_dir}: {' or '.join(names)}"))
+            continue
+        if slot.qkv_groups:
+            value = interleave_qkv(value, slot.qkv_groups, arch)
+        stored.copy_(value.t() if is_expert else value)
 
 
 # ------------------------------------------------------------------------------------------------ export

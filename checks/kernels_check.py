@@ -18,7 +18,6 @@ E local experts, N rows of all of them, h hidden size, w expert width, R LoRA ra
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from inputs.layout_rules import check_layout
 from knobs import Config
 from parallel_setup import Parallel
 from plan import grid, memory
+from quantisation import Packed
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not
@@ -169,21 +169,17 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
 
     def experts(name: str, in_size: int, out_size: int) -> Case:
         """The product with the frozen experts."""
-        form = cfg.model.quantisation
-        if form == "none":
+        if cfg.model.quantisation == "none":
             return grouped(name, in_size, out_size, ("x",))
-        stored = quantisation.empty(form, (E, out_size, in_size), 1, torch.bfloat16)
-        packed = quantisation.Packed(**stored, format=form, dtype=torch.bfloat16)
+        packed = quantisation.empty((E, out_size, in_size), torch.bfloat16)
         for e in range(E):
-            matrix = normal(out_size, in_size, std=in_size**-0.5)
-            packed[e].fill_([matrix], [matrix])
-        exact = replace(packed, dtype=torch.float32).dequantised().transpose(1, 2)
-        inputs = {"x": normal(N, in_size), "weight": exact, "counts": counts, **stored}
+            packed[e].copy_(quantisation.quantise(normal(out_size, in_size, std=in_size**-0.5).bfloat16()))
+        exact = Packed(packed.codes, packed.scales.float()).dequantised().transpose(1, 2)
+        inputs = {"x": normal(N, in_size), "weight": exact, "counts": counts}
+        inputs |= {"codes": packed.codes, "scales": packed.scales}
         return Case(
             f"quantised_grouped_mm ({name})",
-            lambda x, _, counts, codes, scales, factors: kernels.quantised_grouped_mm(
-                x, quantisation.Packed(codes, scales, factors, form, x.dtype), counts
-            ),
+            lambda x, _, counts, codes, scales: kernels.quantised_grouped_mm(x, Packed(codes, scales), counts),
             lambda *x: grouped_formula(*x[:3]), inputs, ("x",), (2, 2), (in_size, out_size),
         )  # fmt: skip
 

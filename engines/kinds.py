@@ -17,7 +17,6 @@ class Kind(NamedTuple):
     refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
     prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights, unless something alters them
     packs_on: tuple[str, ...] = ()  # devices on which it packs its experts, so that a trainer cannot compute with them
-    alters: bool = False  # it can sample from the base of a quantised checkpoint
     packages: str = ""  # the set of packages that setup_cpu.sh installs for it
 
 
@@ -34,7 +33,7 @@ def whole_experts(device: str, *, routes: bool, adapter: bool) -> bool:
 
 EngineName = Literal["torch", "vllm"]
 ENGINES: dict[EngineName, Kind] = {
-    "torch": Kind("engines.torch_sampler", prefers_factors=True, alters=True),
+    "torch": Kind("engines.torch_sampler", prefers_factors=True),
     "vllm": Kind(
         "engines.vllm_setup",
         keys=("tensor", "expert_parallel", "enforce_eager", "kv_cache_mib"),

@@ -59,7 +59,7 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
-    """grouped_mm with frozen quantised experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
+    """grouped_mm with frozen int4 experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
 
     Forward and backward dequantise at most PIECE bytes at a time, of all experts: a piece of some experts would need
     the numbers of their rows, for which the CPU would wait for the device. The kernels of an NPU that take codes have

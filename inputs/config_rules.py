@@ -38,7 +38,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
      "data.operand_high data.operations_low data.operations_high"),
-    (lambda c: c.model.quantisation == "none", "model.quantisation is none", "model.quantised"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
@@ -195,7 +194,7 @@ def _data_rules(cfg: Config) -> list[Rule]:
 
 def _method_rules(cfg: Config) -> list[Rule]:
     loss, aqn, targets = cfg.loss, cfg.aqn, cfg.lora.targets
-    repeated, parts = sorted({target for target in targets if targets.count(target) > 1}), cfg.model.quantised
+    repeated = sorted({target for target in targets if targets.count(target) > 1})
     trackers, late = cfg.train.trackers, [step for step in cfg.train.profile_steps if step > cfg.train.steps]
     return [
         (
@@ -231,10 +230,6 @@ def _method_rules(cfg: Config) -> list[Rule]:
         (bool(repeated), f"lora.targets: {', '.join(repeated)} given twice"),
         (len(set(trackers)) < len(trackers), f"train.trackers: found [{', '.join(trackers)}]; needed: each one once"),
         (bool(late), f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {cfg.train.steps}"),
-        (
-            parts not in (("experts",), ("experts", "attention")),
-            f"model.quantised: found [{', '.join(parts)}]; needed: [experts] or [experts, attention]",
-        ),
         (
             aqn.schedule in ("qerl", "paper") and (aqn.num_stages < 2 or cfg.train.steps < 2),
             f"aqn.num_stages: {aqn.num_stages} over {cfg.train.steps} steps has no noisy stage under "

@@ -6,17 +6,17 @@ Every option that would change the computation is read or refused here; none is 
 """
 
 import math
-import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from architecture import FAMILIES, Architecture
-from inputs.files import InputError, read_object, refuse_endless, shown
+from inputs.files import InputError, read_object, shown
 from knobs import Config, TinyModelConfig
 
 # What the trainer holds at a time, which the plan counts.
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 PIECE = 2**26  # bytes of dequantised experts
+INT4_GROUP = 32  # neighbours along the input of a matrix that share a scale in int4
 STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
@@ -25,7 +25,6 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "configs"  # <name>.config.jso
 # Upper bounds far above any known model: a list of the names and shapes of all tensors must fit into memory.
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
 MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
-PATTERN_SECONDS = 1  # for all patterns of a quantization_config together; they take microseconds
 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
@@ -40,61 +39,17 @@ def logits_per_chunk(device: str) -> int:
     return 2**24 if device == "cpu" else 2**26
 
 
-class Format(NamedTuple):
-    """A format of quantised matrices; quantisation.py has its arithmetic."""
-
-    bits: int
-    group: int  # neighbours along the input that share a scale; 0: all
-    float: bool = False  # 4-bit floats (E2M1) with FP8 scales, and one fp32 factor of each matrix
-
-    @property
-    def per_word(self) -> int:
-        """Codes in one stored integer: uint8 for floats, else int32."""
-        return 2 if self.float else 32 // self.bits
-
-    def groups(self, inputs: int) -> int:
-        return inputs // self.group if self.group else 1
-
-    def bytes(self, out: int, inputs: int, element: int) -> int:
-        """Bytes of a stored matrix of a model whose numbers have ``element`` bytes."""
-        scales = out * self.groups(inputs)
-        return out * inputs * self.bits // 8 + (scales + 4 if self.float else scales * element)
+def int4_bytes(out: int, inputs: int, element: int) -> int:
+    """Bytes of a matrix in int4 (quantisation.py) of a model whose numbers have ``element`` bytes."""
+    return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 
-# model.quantisation -> format. Ascend's grouped product takes int8 with a scale for each row only (npu_grouped_matmul
-# of github.com/Ascend/op-plugin); nvfp4 is the format of QeRL (arXiv 2510.11696).
-FORMATS = {"int8": Format(8, 0), "int4": Format(4, 32), "nvfp4": Format(4, 16, float=True)}
-
-
-def quantisation_problem(arch: Architecture, name: str, expert_tensor: int, tensor: int = 0) -> str:
-    """Why the format ``name`` cannot hold shards of the experts over ``expert_tensor`` ranks; "" if it can.
-
-    ``tensor``: the ranks over which quantised attention is split; 0 if attention is not quantised.
-    """
-    if arch.stored_format not in ("none", name):
-        held = arch.stored_format
-        return f"model.quantisation: {name}, but the checkpoint has its experts in {held}; needed: {held}"
-    if name == "none":
-        return ""
-    if arch.stored_attention and not tensor:
-        return f"model.quantised: [experts], but the checkpoint has attention in {name}; needed: [experts, attention]"
-    form, heads = FORMATS[name], arch.query_size
-    needed = max(form.group, form.per_word)
-    sizes = {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}
-    sizes |= {"num_attention_heads x head_dim": heads} if tensor else {}
-    for what, inputs in sizes.items():
-        if inputs % needed:
-            return f"model.quantisation: {name} with {what} {inputs}; needed: a multiple of {needed}"
-    for key, ranks, what, inputs in (  # the matrices that are split along their input
-        ("parallel.expert_tensor", expert_tensor, "an expert's second matrix", arch.expert_ffn_size),
-        ("parallel.tensor", tensor, "attention's output matrix (model.quantised)", heads),
-    ):
-        if ranks > 1 and (not form.group or inputs // ranks % form.group):
-            scale = f"a scale for {form.group} inputs" if form.group else "one scale for a whole row"
-            return (
-                f"{key}: {ranks} ranks split the {inputs} inputs of {what}, and model.quantisation {name} has "
-                f"{scale}; needed: 1, or shards of whole groups"
-            )
+def int4_problem(arch: Architecture, expert_tensor: int) -> str:
+    """Why int4 cannot hold the experts of ``arch``, each split over ``expert_tensor`` ranks; "" if it can."""
+    width = arch.expert_ffn_size // expert_tensor
+    for what, inputs in {"hidden_size": arch.hidden_size, "columns of an expert on a rank": width}.items():
+        if inputs % INT4_GROUP:
+            return f"model.quantisation: int4 with {inputs} {what}; needed: a multiple of {INT4_GROUP}"
     return ""
 
 
@@ -144,12 +99,10 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     refuse_unless("architectures", raw.get("architectures") or [family.class_name], [family.class_name])
     for key, only in SUPPORTED.items():
         refuse_unless(key, raw.get(key, only), only)
-    stored = _stored_format(raw.get("quantization_config"))
     refuse_if(
-        not stored,
-        f"quantization_config = {shown(raw.get('quantization_config'))} is not supported; only routed experts (and "
-        f"attention) of compressed-tensors in one of the formats {', '.join(FORMATS)} (symmetric; groups of "
-        f"{FORMATS['int4'].group} for int4)",
+        raw.get("quantization_config") is not None,
+        f"quantization_config: found {shown(raw.get('quantization_config'))}, a quantised checkpoint; needed: one in "
+        "bf16, fp16 or fp32 (model.quantisation int4 quantises its experts on loading)",
     )
     if not family.qkv_bias:
         refuse_unless("attention_bias", raw.get("attention_bias", False), False)
@@ -210,52 +163,7 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
         rope_theta=float(theta),
         rms_norm_eps=need("rms_norm_eps", float),
         max_positions=need("max_position_embeddings"),
-        stored_format=stored,
-        stored_attention=_stores_attention(raw, where),
     )
-
-
-def _stored_format(config: Any) -> str:
-    """The format of FORMATS that a quantization_config describes; "none" without one, "" for another format."""
-    if config is None:
-        return "none"
-    groups = config.get("config_groups") if isinstance(config, dict) else None
-    if not isinstance(groups, dict) or len(groups) != 1 or config.get("quant_method") != "compressed-tensors":
-        return ""
-    (group,) = groups.values()
-    weights = group.get("weights") if isinstance(group, dict) and not group.get("input_activations") else None
-    for name, form in FORMATS.items():
-        strategy = "tensor_group" if form.float else "group" if form.group else "channel"
-        needed = {"num_bits": form.bits, "type": "float" if form.float else "int", "strategy": strategy}
-        needed |= {"symmetric": True} | ({"group_size": form.group} if form.group else {})
-        if isinstance(weights, dict) and needed.items() <= weights.items():
-            return name
-    return ""
-
-
-def _stores_attention(raw: dict, where: str) -> bool:
-    """Whether the quantization_config (of a supported format) quantises the matrices around attention.
-
-    As in compressed-tensors a target is a class, the name of a module, or "re:" and the beginning of a name.
-    """
-    if (config := raw.get("quantization_config")) is None:
-        return False
-    (group,) = config["config_groups"].values()
-
-    def among(patterns: Any) -> bool:
-        texts = [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list) else []
-        name = "model.layers.0.self_attn.q_proj"
-        return any(re.match(e[3:], name) if e.startswith("re:") else e in ("Linear", name) for e in texts)
-
-    def stores() -> bool:
-        return among(group.get("targets")) and not among(config.get("ignore"))
-
-    if "re:" in str((group.get("targets"), config.get("ignore"))):
-        refuse_endless(stores, f"{where}: quantization_config: a pattern of targets or ignore", PATTERN_SECONDS)
-    try:
-        return stores()
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"{where}: quantization_config: targets, ignore: no pattern: {error}") from None
 
 
 def planned(cfg: Config) -> tuple[Architecture, str]:

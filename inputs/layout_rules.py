@@ -10,7 +10,7 @@ from typing import NamedTuple
 from architecture import Architecture
 from inputs.config_rules import STREAMED, VOCABULARY_BLOCK, divisors, nearest
 from inputs.files import InputError
-from inputs.hf_config import ELEMENT_BYTES, cache_mib, quantisation_problem
+from inputs.hf_config import ELEMENT_BYTES, cache_mib, int4_problem
 from knobs import Config
 
 
@@ -90,10 +90,11 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
     }
     shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
-    attention = cfg.model.quantises_attention
     columns = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
     sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
+    int4 = int4_problem(arch, expert_tensor) if cfg.model.quantisation == "int4" else ""
     rules = [
+        (bool(int4), int4),
         (
             cfg.row_tokens > arch.max_positions,
             f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
@@ -130,16 +131,11 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
             f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
         ),
-        (
-            arch.stored_format != "none" and not cfg.rollout.kind.alters,
-            f"rollout.engine: {cfg.rollout.engine} cannot take the policy of a quantised checkpoint; needed: torch",
-        ),
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
         *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
-        *filter(None, [quantisation_problem(arch, cfg.model.quantisation, expert_tensor, tensor * attention)]),
         *(message for broken, message in rules if broken),
     ]
 

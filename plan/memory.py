@@ -256,7 +256,7 @@ def step_memory(
     merges = cfg.trains_merged and cfg.earlier_passes > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
     trains, samples = layout.role != "samplers", layout.role != "trainers"
-    base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation, cfg.model.quantises_attention)
+    base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation)
     parts = {
         "base": base - frozen,
         "lora": lora,

@@ -5,7 +5,7 @@ import math
 
 from architecture import Architecture, Module, every_module, modules, over_layers
 from engines.kinds import whole_experts
-from inputs.hf_config import FORMATS, PIECE, merged_together
+from inputs.hf_config import PIECE, int4_bytes, merged_together
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import RankGrid
@@ -34,25 +34,16 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     return vocabulary + arch.hidden_size + over_layers(arch, held)
 
 
-def base_bytes(
-    arch: Architecture, layout: RankGrid, element: int, quantisation: str, attention: bool = False
-) -> tuple[int, int]:
-    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts.
-
-    ``attention``: whether its matrices are quantised, too. In nvfp4 each of the interleaved rows of qkv has a factor.
-    """
+def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
+    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts."""
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
         return whole, 0
-    h, width, form = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor, FORMATS[quantisation]
-    saved = 3 * h * width * element - 2 * form.bytes(width, h, element) - form.bytes(h, width, element)
+    h, width = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor
     experts = arch.num_experts // layout.expert
-    piece, whole = min(experts * 2 * h * width, PIECE // element), whole - sum(arch.moe_layers) * experts * saved
-    if attention:
-        rows, inputs = arch.qkv_size // layout.tensor, arch.num_heads * arch.head_dim // layout.tensor
-        stored = form.bytes(rows, h, element) + 4 * (rows - 1) * form.float + form.bytes(h, inputs, element)
-        piece, whole = max(piece, rows * h), whole - arch.num_layers * (h * (rows + inputs) * element - stored)
-    return whole, piece * (4 + element)
+    saved = 3 * (h * width * element - int4_bytes(h, width, element))
+    piece = min(experts * 2 * h * width, PIECE // element)
+    return whole - sum(arch.moe_layers) * experts * saved, piece * (4 + element)
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:

@@ -175,7 +175,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "device": "auto",
         "model.dtype": "bf16",
         "model.path": ".",  # a folder that does not exist would be a model to make
-        "model.quantisation": "int8",
+        "model.quantisation": "int4",
         "tiny_model.architecture": "qwen2_moe",
         "data.overlong_prompts": "drop",
         "data.chat_template_kwargs": "{enable_thinking: false}",

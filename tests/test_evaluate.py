@@ -216,11 +216,12 @@ def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -
         assert error.count("\n") == 1 and words in error
 
 
-@pytest.mark.parametrize("quantisation", ["nvfp4", ci("none")])
+@pytest.mark.parametrize("quantisation", ["int4", ci("none")])
 def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
-    model: Path, tmp_path: Path, quantisation: str, capfd, monkeypatch
+    tmp_path: Path, quantisation: str, capfd, monkeypatch
 ) -> None:
     """On another number of ranks, and with the overrides of the command line."""
+    model = training.make_model(tmp_path / "model", expert_width=32)  # a group of int4
     sets = tmp_path / "own.jsonl"
     sets.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(5)))
     changes = {"eval__samples": 2, "eval__sets": {"own": str(sets)}, "model__quantisation": quantisation}

@@ -117,7 +117,11 @@ REFUSED = [  # (config to start from, what differs, what the line says)
     ),
     (QWEN3_30B_A3B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     (QWEN3_30B_A3B, {"rope_theta": "1e6"}, "rope_theta: expected a positive number"),
-    (QWEN3_30B_A3B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
+    (
+        QWEN3_30B_A3B,
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config: found {'quant_method': 'fp8'}, a quantised checkpoint; needed: one in bf16, ",
+    ),
     (QWEN3_30B_A3B, {"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
     (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),

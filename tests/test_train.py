@@ -55,10 +55,7 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     "noisy mis": {
         "loss__kl": "low_var_kl+", "loss__importance": "mis", "aqn__schedule": "constant", "aqn__sigma_start": 0.01,
     },
-    "quantised": {
-        "model__quantisation": "nvfp4", "model__quantised": ("experts", "attention"), "replay__mode": "r3",
-        "loss__importance": "token",
-    },
+    "int4": {"model__quantisation": "int4", "replay__mode": "r3", "loss__importance": "token"},
     "masked_and_skipped": {
         "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
         "loss__aggregate": "seq-mean-token-mean",
@@ -95,7 +92,8 @@ def column(run_dir: Path, key: str) -> list[float]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {kind: training.make_model(folder / kind, kind) for kind in KINDS}
+    kinds = {kind: training.make_model(folder / kind, kind) for kind in KINDS}
+    return kinds | {"int4": training.make_model(folder / "int4", expert_width=32)}  # whole groups
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +115,10 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
     jobs |= {f"no equal groups{' dynamic' * (n > 0)}": ("TP1", MIXED | {"rollout__dynamic_rounds": n}) for n in (0, 2)}
     jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
-    model = {label: models["qwen2_moe" if "qwen2_moe" in label else "qwen3_moe"] for label in jobs}
+    kinds = {label: next((kind for kind in ("qwen2_moe", "int4") if kind in label), "qwen3_moe") for label in jobs}
     return training.run_all(
         {
-            label: (layout, training.config(model[label], out / label, **changes))
+            label: (layout, training.config(models[kinds[label]], out / label, **changes))
             for label, (layout, changes) in jobs.items()
         }
     )

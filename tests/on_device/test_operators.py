@@ -35,7 +35,7 @@ def wrong(tensor: int, quantisation: str) -> list[str]:
     return [f"{row['operator']} in {row['dtype']}: {row['wrong']} {row['error']}" for row in rows if row["wrong"]]
 
 
-@pytest.mark.parametrize("quantisation", ["none", "int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("quantisation", ["none", "int4"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_operator_equals_its_formula_up_to_rounding(tensor: int, quantisation: str) -> None:
     for rank, found in enumerate(world.run(world.launched(), wrong, tensor, quantisation)):

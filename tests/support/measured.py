@@ -112,28 +112,21 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 def measure_quantised(
     parallel: Parallel,
     path: Path,
-    formats: dict[str, tuple[dict[str, Tensor], Reference]],
+    twin: dict[str, Tensor],
+    expected: Reference,
     tokens: Tensor,
-    attention: bool,
-) -> dict[str, dict]:
-    """By format, with the tensors and the reference of the model that its codes stand for: what the tests compare."""
-    found = {}
-    for name, (twin, expected) in formats.items():
-        split = max(parallel.expert_tensor, parallel.tensor if attention else 1)
-        if split > 1 and name == "int8":  # its scale is that of a whole row
-            continue
-        settings = {"quantisation": name, "quantises_attention": attention}
-        model, arch = load(path, parallel, **settings)
-        unequal = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
-        gaps = []
-        for how in ({}, {"recompute": True}, {"merges": True}):
-            model, *gap = errors(path, parallel, expected, tokens, **settings, **how)
-            gaps.append(gap)
-        exported = dict(weights_hf.export(model, arch, parallel))
-        merged = max(largest_gap(exported[key], value) for key, value in expected.merged.items())
-        trained = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
-        found[name] = {"unequal": unequal, "errors": gaps, "merged error": merged, "trained": trained}
-    return found
+) -> dict:
+    """An int4 model beside the tensors and the reference of the model that its codes stand for."""
+    model, arch = load(path, parallel, quantisation="int4")
+    unequal = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
+    gaps = []
+    for how in ({}, {"recompute": True}, {"merges": True}):
+        model, *gap = errors(path, parallel, expected, tokens, quantisation="int4", **how)
+        gaps.append(gap)
+    exported = dict(weights_hf.export(model, arch, parallel))
+    merged = max(largest_gap(exported[key], value) for key, value in expected.merged.items())
+    trained = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
+    return {"unequal": unequal, "errors": gaps, "merged error": merged, "trained": trained}
 
 
 @contextlib.contextmanager
