@@ -241,7 +241,7 @@ REMOVED = {
     "lora.dropout": 0.0, "optim.eps": 1e-8,
     "rollout.round_group": 32, "rollout.round_bits": PLANTED, "rollout.route_flips": PLANTED,
     "rollout.logit_noise": PLANTED, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
-    "model.attention_shapes": "auto", "model.quantised": "[experts]",
+    "model.attention_shapes": "auto", "model.quantised": "[experts]", "aqn.router": "noisy", "aqn.bf16": "grid",
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.

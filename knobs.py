@@ -103,7 +103,7 @@ class RolloutConfig(Section):
     sync: Literal["auto", "merged", "adapter"] = knob(
         "auto",
         "the policy of sampler and trainer. merged: weights with LoRA merged, in bf16 rounded; adapter: weights and "
-        "factors apart; auto: adapter in bf16 with the embedded sampler and without noise, else merged",
+        "factors apart; auto: adapter in bf16 with the embedded sampler, else merged",
     )
     prompts_per_step: int = knob(32, "P, questions a step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions a prompt; a group of one has no advantage", ge=2, le=2**16)
@@ -243,15 +243,13 @@ class AqnConfig(Section):
     sigma_start: float = knob(1e-2, "std of the noise in the first noisy stage (constant: in every step)", gt=0, le=1e3)
     sigma_end: float = knob(1e-3, "std of the noise in the last stage", gt=0, le=1e3)
     num_stages: int = knob(10, "stages of equal length; with qerl the first one has no noise", ge=1, le=10**6)
-    targets: tuple[str, ...] = knob(
+    targets: tuple[Literal["attention", "experts", "mlp"], ...] = knob(
         ("attention", "experts"),
-        "norms with noise, by role (attention: before qkv; experts: before router and experts; mlp: before dense "
-        "layers and the shared expert; router: only the router's input) or by a pattern of their Hugging Face name",
+        "norms with noise: before qkv (attention); of MoE layers, before router and experts (experts); of dense layers "
+        "and before a shared expert (mlp)",
         strict=False,
         min_length=1,
     )
-    router: Literal["noisy", "clean"] = knob("noisy", "clean: the router is compensated exactly, as if without noise")
-    bf16: Literal["grid", "fp32"] = knob("grid", "bf16 models: noise on the grid of bf16, or norms of fp32 to sample")
 
 
 class ReplayConfig(Section):
@@ -331,12 +329,8 @@ class Config(Section):
 
     @property
     def keeps_factors_apart(self) -> bool:
-        """Whether the sampler gets the LoRA factors, instead of merged weights.
-
-        Not by default under AQN: the noise of some norms is taken out of the columns of merged matrices.
-        """
-        in_bf16, noisy = self.model.dtype == "bf16", self.aqn.schedule != "off"
-        apart_by_default = self.rollout.kind.prefers_factors and in_bf16 and not noisy
+        """Whether the sampler gets the LoRA factors, instead of merged weights."""
+        apart_by_default = self.rollout.kind.prefers_factors and self.model.dtype == "bf16"
         return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
 
     @property

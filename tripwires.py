@@ -314,7 +314,7 @@ class Tripwires:
                 "noise",
                 f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
                 "to the last bit what it was before the noise",
-                "aqn.sigma_end and aqn.bf16: rounding left none of this noise"
+                "aqn.sigma_end: rounding left none of this noise"
                 if metrics.get("aqn/changed_elements") == 0
                 else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
             )

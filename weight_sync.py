@@ -51,19 +51,16 @@ class Push:
         self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
         arch, parallel = policy.arch, policy.parallel
         self.stacks: dict[str, Stack] = {}
-        self.noise: dict[str, aqn.NormNoise] = {}
-        self.clean_norms: dict[str, Tensor] = {}
+        self.clean_norms: dict[str, Tensor] = {}  # of the norms that noise changes
         if cfg.aqn.schedule != "off":
-            self.noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-            self.clean_norms = aqn.clean_norms(self._export(set(self.noise)), self.noise)
-        self.touched = aqn.touched_names(self.noise)
+            norms = aqn.norm_targets(arch, cfg.aqn.targets)
+            self.clean_norms = aqn.clean_norms(self._export(set(norms)), norms)
         if cfg.rollout.expert_parallel:
             vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
             engine.load_adapter(self._factors()[0])
-        if not any(".experts." in name for name in self.touched):
-            self.stacks = self._usable_stacks()
+        self.stacks = self._usable_stacks()
         self.shared_bytes = self._share_experts()
 
     @staticmethod
@@ -167,7 +164,7 @@ class Push:
         """
         checksum, touched = self._push_policy()
         metrics = {"sync/checksum": checksum} | self.policy.update_kept()
-        if self.noise:
+        if self.clean_norms:
             metrics |= self._add_noise(step, probe, touched)
         return metrics
 
@@ -195,15 +192,7 @@ class Push:
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.
             half = probe[: -(-len(probe) // 2)]
             clean = self._answers(half, FLAT)
-            noisy_tensors = aqn.perturb(
-                touched.items(),
-                self.noise,
-                self.clean_norms,
-                sigma=sigma,
-                seed=cfg.train.seed,
-                step=step,
-                bf16=cfg.aqn.bf16,
-            )
+            noisy_tensors = aqn.perturb(touched.items(), self.clean_norms, sigma=sigma, seed=cfg.train.seed, step=step)
             self._load(self.engine.load_weights, noisy_tensors)
             report = noisy_tensors.result()
             noisy = self._answers(half, FLAT)
@@ -228,8 +217,8 @@ class Push:
             merged = TensorStream(self._noted(self._merged_stacks()))
             self._load(self.engine.load_stacks, merged)
             sums, _ = merged.result()
-        if self.noise or not adapter_only:
-            weights = TensorStream(self._noted(self._export(self.touched)))
+        if self.clean_norms or not adapter_only:
+            weights = TensorStream(self._noted(self._export(set(self.clean_norms))))
             self._load(self.engine.load_weights, weights)
             others, touched = weights.result()
             checksum = _total(sums + others)
@@ -314,7 +303,7 @@ class Push:
         """``stream``, and of its tensors the sums, or the tensors themselves if noise changes them."""
         sums, touched = [], {}
         for name, tensor in stream:
-            if name in self.touched:
+            if name in self.clean_norms:
                 touched[name] = tensor
             else:
                 sums.append(tensor.sum(dtype=torch.float32))

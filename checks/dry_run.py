@@ -198,7 +198,7 @@ def _push(cfg: Config, policy: Policy, engine: Any) -> Push:
     push = object.__new__(Push)  # its constructor pushes the whole model
     vars(push).update(cfg=cfg, policy=policy, engine=engine, stacks=engine.stacks())
     vars(push).update(model=policy.model, arch=policy.arch, parallel=policy.parallel)
-    vars(push).update(noise={}, clean_norms={}, touched=set())
+    vars(push).update(clean_norms={})
     with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
         push._share_experts()
     for adapter in policy.adapters.values():

@@ -36,17 +36,8 @@ class Factors(NamedTuple):
 class Decoder:
     """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        *,
-        norm_dtype: torch.dtype | None = None,
-    ) -> None:
-        """``norm_dtype``: the dtype of the RMSNorm weights, if it is not ``dtype``."""
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device) -> None:
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
-        self.norm_dtype = norm_dtype or dtype
         self.cache = LineCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
@@ -56,7 +47,7 @@ class Decoder:
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
         self.final_norm = self._allocate(table[1:], {"model.norm.weight": ...})
         self.expert_ends = torch.arange(arch.num_experts + 1, device=self.device)
-        self.head_ones = torch.ones(arch.head_dim, dtype=self.norm_dtype, device=self.device)
+        self.head_ones = torch.ones(arch.head_dim, dtype=dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
         self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
         self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
@@ -69,8 +60,7 @@ class Decoder:
         Experts' matrices are stored (E, in, out), because a product of few rows then takes a sixth less time. The
         Hugging Face tensors are (out, in) and fill them transposed.
         """
-        is_norm = all(name.endswith("norm.weight") for name in pieces)
-        storage = torch.zeros(shape, dtype=self.norm_dtype if is_norm else self.dtype, device=self.device)
+        storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
         as_filled = storage.mT if storage.dim() == 3 else storage
         self.slots |= {name: as_filled[index] for name, index in pieces.items()}
         return storage

@@ -33,18 +33,17 @@ class TorchSampler(Engine):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         max_sequences: int = MOST_SEQUENCES,
-        norm_dtype: torch.dtype | None = None,
         adapter: LoraConfig | None = None,
     ) -> None:
         """``max_sequences`` limits the rows that are decoded together, and so the key-value cache.
 
-        ``norm_dtype``: see Decoder. ``adapter``: the shapes of what load_adapter will bring.
+        ``adapter``: the shapes of what load_adapter will bring.
         """
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
             raise InputError(f"sampler: stop or pad token {largest} is not in the vocabulary of {arch.vocab_size}")
         self.arch, self.ready, self.positions, self.adapter = arch, False, arch.max_positions, adapter
-        self.decoder = Decoder(arch, dtype, device, norm_dtype=norm_dtype)
+        self.decoder = Decoder(arch, dtype, device)
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True
@@ -171,13 +170,11 @@ def open_engine(
     cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int
 ) -> TorchSampler:
     dtype = DTYPES[cfg.model.dtype]
-    norm_dtype = torch.float32 if cfg.aqn.bf16 == "fp32" else dtype  # fp32 norms keep noise that bf16 would round off
     return TorchSampler(
         arch,
         stop_tokens=stop_tokens,
         pad_token=pad_token,
         dtype=dtype,
         device=device,
-        norm_dtype=norm_dtype,
         adapter=cfg.lora if cfg.keeps_factors_apart else None,
     )

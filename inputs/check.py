@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-import adapter_weights
 import aqn
 import checkpoint
 import data_gsm8k
@@ -87,15 +86,7 @@ def check_inputs(
         sampling = sides(cfg, ranks)[-1]
         rollout.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
-        noise = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-        adapted = {
-            name for name in aqn.touched_names(noise) if adapter_weights.target_of(arch, name) in cfg.lora.targets
-        }
-        if adapted and cfg.keeps_factors_apart:
-            raise InputError(
-                f"rollout.sync: adapter: the noise is in the columns of {min(adapted)}, whose LoRA factors would not "
-                "get it; needed: merged, other aqn.targets, or aqn.router noisy"
-            )
+        aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
     weights_hf.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     beat("the checks of the model")

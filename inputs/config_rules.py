@@ -47,10 +47,8 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
-    (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets aqn.router"),
+    (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
     (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
-    (lambda c: c.aqn.schedule == "off" or c.model.dtype != "bf16",
-     "aqn.schedule is off, or model.dtype is not bf16", "aqn.bf16"),
     (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
     (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
      "logp_gap is in checks.off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
@@ -128,10 +126,6 @@ def _vllm_rules(cfg: Config) -> list[Rule]:
         ),
         (cfg.rollout.top_p != 1.0, f"rollout.top_p: {cfg.rollout.top_p} {truncating}"),
         (cfg.rollout.top_k != 0, f"rollout.top_k: {cfg.rollout.top_k} {truncating}"),
-        (
-            cfg.aqn.bf16 == "fp32",
-            "aqn.bf16: fp32 is for rollout.engine torch; vllm keeps its norms in model.dtype; needed: grid",
-        ),
         (
             adapter and cfg.rollout.expert_parallel,
             "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged",

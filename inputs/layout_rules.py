@@ -126,11 +126,6 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
             "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
             f"{world_size} ranks {STREAMED}",
         ),
-        (
-            shared and arch.shared_expert_ffn_size > 0 and cfg.aqn.schedule != "off",
-            f"aqn.schedule: {cfg.aqn.schedule} needs the whole matrices of the shared expert, but with "
-            f"rollout.expert_parallel each rank holds a part of them; needed: off {STREAMED}",
-        ),
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),

@@ -81,10 +81,10 @@ def follow(parallel: Parallel, path: Path) -> dict:
             found["pushes"].append(push(step, PROMPTS[0]))
             noisy = {}
             if changes:
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                stream = weights_hf.export(model, arch, parallel, only=aqn.touched_names(plan))
-                noisy = dict(aqn.perturb(stream, plan, norms, sigma=0.05, seed=0, step=step))
+                targets = aqn.norm_targets(arch, cfg.aqn.targets)
+                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), targets)
+                stream = weights_hf.export(model, arch, parallel, only=targets)
+                noisy = dict(aqn.perturb(stream, norms, sigma=0.05, seed=0, step=step))
             answers = sampled()
             found["steps"].append(gap(answers, **noisy))
             push(step, PROMPTS[0])

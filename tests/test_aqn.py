@@ -1,4 +1,4 @@
-"""AQN against independent tables, the moments of its noise, and the noise that each matrix behind a norm sees.
+"""AQN against independent tables, the moments of its noise, and which norms get it.
 
 Nothing here shows that an engine takes what the stream brings, or that evaluation and the trainer stay clean.
 """
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import aqn
-from aqn import AqnError, norm_targets, touched_names
+from aqn import AqnError, norm_targets
 from architecture import Architecture, tensor_shapes
 from config import derive_seed
 from inputs import hf_config
 from inputs.files import InputError
 
 SIGMAS = (0.01, 0.00316, 0.001)
-EVERY_NORM = ("*norm.weight",)
+EVERY_NORM = ("attention", "experts", "mlp")
 
 
 def architecture(kind: str, **changes: object) -> Architecture:
@@ -49,15 +49,12 @@ def push(
     arch: Architecture,
     targets: Iterable[str],
     *,
-    router: str = "noisy",
     sigma: float = 0.01,
     seed: int = 3,
     step: int = 5,
-    bf16: str = "grid",
 ) -> tuple[dict[str, Tensor], aqn.NoiseReport]:
-    plan = norm_targets(arch, tuple(targets), router=router)
-    clean = aqn.clean_norms(model.items(), plan)
-    noisy = aqn.perturb(model.items(), plan, clean, sigma=sigma, seed=seed, step=step, bf16=bf16)
+    clean = aqn.clean_norms(model.items(), norm_targets(arch, tuple(targets)))
+    noisy = aqn.perturb(model.items(), clean, sigma=sigma, seed=seed, step=step)
     return dict(noisy), noisy.result()
 
 
@@ -138,8 +135,8 @@ def test_noise_depends_on_seed_step_and_name_alone(dtype: torch.dtype) -> None:
         assert not torch.equal(first[name], push(model, arch, EVERY_NORM, **other)[0][name])
     ones = {name: torch.ones_like(value) if "norm" in name else value for name, value in model.items()}
     noisy, _ = push(ones, arch, EVERY_NORM)
-    rows = [value.float() for name, value in noisy.items() if "norm" in name]
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 7  # each norm has its own noise
+    rows = [value.float() for name, value in noisy.items() if "layernorm" in name]
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 6  # each norm has its own noise
 
 
 def test_noise_is_added_to_the_clean_weight_each_time() -> None:
@@ -147,164 +144,71 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
     before = {name: value.clone() for name, value in model.items()}
-    plan = norm_targets(arch, ("attention", "experts"), router="clean")
-    clean = aqn.clean_norms(model.items(), plan)
-    first = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
+    norms = norm_targets(arch, ("attention", "experts"))
+    clean = aqn.clean_norms(model.items(), norms)
+    first = dict(aqn.perturb(model.items(), clean, sigma=0.01, seed=1, step=2))
     assert all(map(torch.equal, model.values(), before.values()))
-    for norm in plan:
+    for norm in norms:
         make = torch.Generator().manual_seed(derive_seed(1, "aqn", 2, norm))
         assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
     with pytest.raises(AqnError, match="not the clean weight"):
-        dict(aqn.perturb(first.items(), plan, clean, sigma=0.01, seed=1, step=3))
-    with pytest.raises(AqnError, match="no clean copy"):
-        aqn.perturb(model.items(), plan, {}, sigma=0.01, seed=1, step=3)
+        dict(aqn.perturb(first.items(), clean, sigma=0.01, seed=1, step=3))
+    with pytest.raises(AqnError, match=f"{norms[0]} should get noise and is not among the weights"):
+        aqn.clean_norms([(name, tensor) for name, tensor in model.items() if name != norms[0]], norms)
 
 
 def test_part_of_a_stream_in_any_order_is_changed_as_the_whole() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
-    plan = norm_targets(arch, ("attention", "experts"), router="clean")
-    clean = aqn.clean_norms(model.items(), plan)
-    whole = dict(aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=1, step=2))
-    touched = [name for name in model if name in touched_names(plan)]
-    for part in (list(reversed(model)), touched, [name for name in touched if name not in plan]):
-        found = list(aqn.perturb([(name, model[name]) for name in part], plan, clean, sigma=0.01, seed=1, step=2))
+    norms = norm_targets(arch, ("attention", "experts"))
+    clean = aqn.clean_norms(model.items(), norms)
+    whole = dict(aqn.perturb(model.items(), clean, sigma=0.01, seed=1, step=2))
+    for part in (list(reversed(model)), norms, norms[1:]):
+        found = list(aqn.perturb([(name, model[name]) for name in part], clean, sigma=0.01, seed=1, step=2))
         assert [name for name, _ in found] == part
         assert all(torch.equal(value, whole[name]) for name, value in found)
 
 
-def test_bf16_norms_stay_on_the_grid_or_leave_as_fp32() -> None:
-    arch = architecture("qwen3_moe")
-    model = weights(arch, torch.bfloat16)
-    name = "model.layers.0.input_layernorm.weight"
-    grid, _ = push(model, arch, ["attention"])
-    precise, _ = push(model, arch, ["attention"], bf16="fp32")
-    assert {value.dtype for value in grid.values()} == {torch.bfloat16}
-    assert [key for key, value in precise.items() if value.dtype is torch.float32] == [
-        f"model.layers.{i}.input_layernorm.weight" for i in range(3)
-    ]
-    assert not torch.equal(precise[name], precise[name].to(torch.bfloat16).float())
-
-
-# ----------------------------------------------------------------------------------------------- who sees the noise
-def behind(arch: Architecture, layer: int) -> dict[str, list[str]]:
-    """The matrices that read a layer's two norms: group -> names as in the checkpoints."""
-    at = f"model.layers.{layer}"
-    groups = {"attention": [f"{at}.self_attn.{x}_proj.weight" for x in "qkv"]}
-    if not arch.moe_layers[layer]:
-        return groups | {"dense": [f"{at}.mlp.{x}_proj.weight" for x in ("gate", "up")]}
-    groups["router"] = [f"{at}.mlp.gate.weight"]
-    experts = range(arch.num_experts)
-    groups["experts"] = [f"{at}.mlp.experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
-    if arch.shared_expert_ffn_size:
-        names = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")
-        groups["shared"] = [f"{at}.mlp.{name}.weight" for name in names]
-    return groups
-
-
-CASES = [  # targets, router -> who sees noise in Qwen3 (no shared expert), in Qwen2
-    (["experts"], "noisy", {"experts", "router"}, {"experts", "router"}),
-    (["experts"], "clean", {"experts"}, {"experts"}),
-    (["mlp"], "noisy", {"dense"}, {"dense", "shared"}),
-    (["experts", "mlp"], "clean", {"experts", "dense"}, {"experts", "dense", "shared"}),
-    (["*.post_attention_layernorm.weight"], "noisy", {"experts", "router", "dense"},
-     {"experts", "router", "dense", "shared"}),
-    (["router"], "noisy", {"router"}, {"router"}),
-    (["router", "mlp"], "noisy", {"router", "dense"}, {"router", "dense", "shared"}),
-    (["mlp", "attention"], "clean", {"dense", "attention"}, {"dense", "shared", "attention"}),
-    (["model.norm.weight"], "clean", set(), set()),
-]  # fmt: skip
-
-
-def case_id(value) -> str:
-    """An id that is the same in every process. The order of a set is not."""
-    return "+".join(sorted(value)) if isinstance(value, set) else str(value)[:45]
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
-@pytest.mark.parametrize(("targets", "router", "qwen3", "qwen2"), CASES, ids=case_id)
-def test_noise_reaches_exactly_the_consumers_that_were_asked_for(
-    kind: str, targets: list[str], router: str, qwen3: set[str], qwen2: set[str]
-) -> None:
-    """A consumer computes W (w x): it sees the clean w if W' diag(w') = W diag(w), the noise if it is W diag(w + d)."""
-    arch, seeing = architecture(kind), qwen3 if kind == "qwen3_moe" else qwen2
-    model = weights(arch)
-    noisy, report = push(model, arch, targets, router=router)
-    aqn.check_report(report)
-    changed = {name for name in model if not torch.equal(model[name], noisy[name])}
-    assert changed == touched_names(norm_targets(arch, targets, router=router))
-    for layer in range(arch.num_layers):
-        for group, names in behind(arch, layer).items():
-            norm = f"model.layers.{layer}.{'input' if group == 'attention' else 'post_attention'}_layernorm.weight"
-            make = torch.Generator().manual_seed(derive_seed(3, "aqn", 5, norm))
-            noise = 0.01 * torch.randn(model[norm].shape, generator=make) if group in seeing else 0.0
-            for name in names:
-                wanted = model[name] * (model[norm] + noise)
-                torch.testing.assert_close(noisy[name] * noisy[norm], wanted, rtol=1e-6, atol=0, msg=name)
-    assert ("model.norm.weight" in changed) == ("model.norm.weight" in targets)
-
-
-@pytest.mark.parametrize(("bf16", "sigma"), [("grid", 0.01), ("fp32", 0.001), ("grid", 0.001)])
-def test_in_bf16_most_of_the_noise_is_kept_from_a_clean_router(bf16: str, sigma: float) -> None:
-    """Only rounding remains in W' w'. In rms it is less than half of the noise that the router would see."""
-    arch = architecture("qwen2_moe", hidden_size=512)
-    model = weights(arch, torch.bfloat16)
-    noisy, report = push(model, arch, ["experts"], router="clean", sigma=sigma, bf16=bf16)
-    aqn.check_report(report)
-    gate, norm = "model.layers.0.mlp.gate.weight", "model.layers.0.post_attention_layernorm.weight"
-    left = noisy[gate].float() * noisy[norm].float() - model[gate].float() * model[norm].float()
-    noise = model[gate].float() * (noisy[norm].float() - model[norm].float())
-    assert left.std() < 0.5 * noise.std()
-
-
-def test_compensation_holds_where_a_weight_or_its_noisy_copy_is_near_zero() -> None:
-    """A weight of 0 stays 0 for a matrix that must not see the noise, and w + d is kept away from 0."""
-    arch = architecture("qwen2_moe")
-    model = weights(arch)
-    norm = "model.layers.0.post_attention_layernorm.weight"
-    make = torch.Generator().manual_seed(derive_seed(3, "aqn", 5, norm))
-    noise = 0.01 * torch.randn(96, generator=make)
-    model[norm][0], model[norm][1], model[norm][2] = 0.0, -noise[1], -noise[2] * (1 + 1e-5)  # w + d = 0 in the second
-    noisy, report = push(model, arch, ["experts"], router="clean")
-    assert (noisy[norm][1:3].abs() >= model[norm][1:3].abs() / 1024).all() and noisy[norm][0] == noise[0]
-    for name in ("gate", "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate"):
-        changed = noisy[f"model.layers.0.mlp.{name}.weight"]
-        assert changed.isfinite().all()
-        torch.testing.assert_close(
-            changed * noisy[norm], model[f"model.layers.0.mlp.{name}.weight"] * model[norm], rtol=1e-6, atol=0
-        )
-    # fp32 cannot represent this noise: 0 / 0 at the weight 0.
-    nothing, _ = push(model, arch, ["experts"], router="clean", sigma=1e-46)
-    assert all(value.isfinite().all() for value in nothing.values())
-    only_shared, report = push(model, arch, ["mlp"])
-    column = only_shared["model.layers.0.mlp.shared_expert_gate.weight"][0]
-    assert column.isfinite().all() and column[0] == model["model.layers.0.mlp.shared_expert_gate.weight"][0, 0]
-    assert report.num_changed == report.num_elements - 1
-
-
 # -------------------------------------------------------------------------------------------------------------- targets
 ALL_MOE, ALL_DENSE = {"mlp_only_layers": []}, {"mlp_only_layers": [0, 1, 2]}
+BEFORE_QKV = [(layer, "input") for layer in range(3)]
+BEFORE_MOE, BEFORE_DENSE = [(0, "post_attention"), (2, "post_attention")], [(1, "post_attention")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "targets", "expected"),
+    [
+        ("qwen3_moe", ["attention"], BEFORE_QKV),
+        ("qwen3_moe", ["experts"], BEFORE_MOE),
+        ("qwen3_moe", ["mlp"], BEFORE_DENSE),
+        ("qwen2_moe", ["mlp"], BEFORE_DENSE + BEFORE_MOE),  # the norm before the shared expert
+        ("qwen2_moe", ["experts", "attention"], BEFORE_MOE + BEFORE_QKV),
+    ],
+    ids=str,
+)
+def test_noise_changes_the_norms_before_the_targets_and_nothing_else(
+    kind: str, targets: list[str], expected: list[tuple[int, str]], dtype: torch.dtype
+) -> None:
+    arch = architecture(kind)
+    model = weights(arch, dtype)
+    noisy, report = push(model, arch, targets)
+    aqn.check_report(report)
+    changed = {name for name in model if not torch.equal(model[name], noisy[name])}
+    assert changed == {f"model.layers.{layer}.{which}_layernorm.weight" for layer, which in expected}
+    assert {value.dtype for value in noisy.values()} == {dtype}
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "targets", "router", "message"),
+    ("changes", "targets", "message"),
     [
-        ("qwen3_moe", {}, ("expert",), "noisy", "matches no RMSNorm.*attention, experts, mlp"),
-        ("qwen3_moe", {}, ("attention", "model.layers.7.input_layernorm.weight"), "noisy", "model.layers.7"),
-        ("qwen3_moe", {}, ("*",), "noisy", "which is not the weight of an RMSNorm"),
-        ("qwen3_moe", {}, ("model.layers.0.mlp.gate.weight",), "noisy", "matches no RMSNorm"),
-        ("qwen3_moe", ALL_MOE, ("attention", "mlp"), "noisy", "no dense layer and no shared expert"),
-        ("qwen3_moe", ALL_DENSE, ("experts",), "noisy", "no MoE layer"),
-        ("qwen2_moe", {}, ("*.q_norm.weight",), "noisy", "q_norm"),
-        ("qwen3_moe", ALL_DENSE, ("router",), "noisy", "router touches no norm"),
-        ("qwen3_moe", ALL_MOE, ("experts", "router"), "clean", "router is clean"),
+        (ALL_MOE, ("attention", "mlp"), "mlp touches no norm: .* no dense layer and no shared expert"),
+        (ALL_DENSE, ("experts",), "experts touches no norm: .* no MoE layer"),
     ],
 )
-def test_targets_that_cannot_be_meant_or_that_the_model_lacks_are_refused(
-    kind: str, changes: dict, targets: tuple[str, ...], router: str, message: str
-) -> None:
+def test_targets_that_the_model_lacks_are_refused(changes: dict, targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        norm_targets(architecture(kind, **changes), targets, router=router)
+        norm_targets(architecture("qwen3_moe", **changes), targets)
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -324,36 +228,26 @@ def test_report_says_what_the_weights_say(dtype: torch.dtype, sigma: float) -> N
     assert report.std == pytest.approx(sigma, rel=0.1)
 
 
-@pytest.mark.parametrize(("dtype", "sigma"), [(torch.float32, 0.01), (torch.bfloat16, 0.001)])
-def test_report_measures_noise_that_is_in_columns(dtype: torch.dtype, sigma: float) -> None:
-    """With mlp alone on MoE layers no norm changes, but the shared expert's columns amount to noise of std sigma."""
-    arch = architecture("qwen2_moe", hidden_size=1024, num_experts=2, mlp_only_layers=[])
-    noisy, report = push(weights(arch, dtype), arch, ["mlp"], sigma=sigma)
-    aqn.check_report(report)
-    assert (report.num_modules, report.num_elements) == (3, 3 * 1024)
-    assert report.std == pytest.approx(sigma, rel=0.1) and noisy["model.norm.weight"].dtype is dtype
-
-
 def test_a_push_without_the_norms_is_stopped() -> None:
     arch = architecture("qwen2_moe")
     model = weights(arch)
-    plan = norm_targets(arch, ("attention", "experts"), router="clean")
-    clean = aqn.clean_norms(model.items(), plan)
+    norms = norm_targets(arch, ("attention", "experts"))
+    clean = aqn.clean_norms(model.items(), norms)
 
     def report_of(names: Iterable[str]) -> aqn.NoiseReport:
         stream = [(name, model[name]) for name in names]
-        noisy = aqn.perturb(stream, plan, clean, sigma=0.01, seed=0, step=0)
+        noisy = aqn.perturb(stream, clean, sigma=0.01, seed=0, step=0)
         assert len(list(noisy)) == len(stream)
         return noisy.result()
 
     aqn.check_report(report_of(model))
-    aqn.check_report(report_of(touched_names(plan)))
+    aqn.check_report(report_of(norms))
     with pytest.raises(AqnError, match="no norm got noise"):
         aqn.check_report(report_of(name for name in model if "norm" not in name))
-    for lost in ("model.layers.2.mlp.gate.weight", "model.layers.1.input_layernorm.weight"):
-        with pytest.raises(AqnError, match=lost):
-            aqn.check_report(report_of(name for name in model if name != lost))
-    unread = aqn.perturb(model.items(), plan, clean, sigma=0.01, seed=0, step=0)
+    lost = "model.layers.1.input_layernorm.weight"
+    with pytest.raises(AqnError, match=lost):
+        aqn.check_report(report_of(name for name in model if name != lost))
+    unread = aqn.perturb(model.items(), clean, sigma=0.01, seed=0, step=0)
     with pytest.raises(RuntimeError, match="not read to its end"):
         unread.result()
     next(iter(unread))
@@ -376,7 +270,7 @@ def test_a_push_without_the_norms_is_stopped() -> None:
 def test_noise_of_another_std_or_mean_is_stopped(scale: float, shift: float, n: int, stopped: str) -> None:
     """The change has mean shift x sigma and std scale x sigma, exactly."""
     noise = 0.005 * (torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift)
-    report = aqn.NoiseReport(0.005, [aqn.noise_moments(noise, torch.ones(n), 0.005, torch.float32)])
+    report = aqn.NoiseReport(0.005, [aqn.noise_moments(noise, torch.ones(n), 0.005)])
     with pytest.raises(AqnError, match=f"realised {stopped}") if stopped else contextlib.nullcontext():
         aqn.check_report(report)
 

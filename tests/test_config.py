@@ -252,7 +252,7 @@ def test_the_command_prints_the_resolved_configuration_and_its_notes():
         (["model.dtype=fp32", "rollout.sync=adapter"], True, False),
         (["model.dtype=bf16"], True, False),
         (["model.dtype=bf16", "rollout.sync=merged"], False, True),
-        (["model.dtype=bf16", "aqn.schedule=constant"], False, True),
+        (["model.dtype=bf16", "aqn.schedule=constant"], True, False),
         (["model.dtype=bf16", "rollout.engine=vllm"], False, True),
     ],
 )

@@ -36,9 +36,8 @@ from device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
-from inputs import check, hf_config
+from inputs import hf_config
 from inputs.files import InputError
-from inputs.scoring import Scorer
 from knobs import Config
 from parallel_setup import Parallel
 from policy import Policy
@@ -354,23 +353,3 @@ def test_in_bf16_a_row_of_a_product_does_not_depend_on_the_other_rows(rows: int,
         )
         seen += int(((first + second).bfloat16() != many[0]).sum())
     assert seen > 0, "control: another order of the sum is seen"
-
-
-NOISY = (  # architecture, changes to the run, and the adapted matrix whose columns take noise
-    ("qwen2_moe", {}, "model.layers.0.mlp.shared_expert.gate_proj.weight"),
-    ("qwen3_moe", {"aqn__router": "clean", "lora__targets": ("router",)}, "model.layers.0.mlp.gate.weight"),
-    ("qwen3_moe", {}, ""),
-    ("qwen2_moe", {"aqn__targets": ("attention", "experts", "mlp")}, ""),
-)
-
-
-def test_noise_in_columns_of_adapted_matrices_needs_merged_weights(tmp_path: Path) -> None:
-    models = {kind: training.make_model(tmp_path / kind, kind) for kind in KINDS}
-    settings = {"rollout__sync": "adapter", "aqn__schedule": "constant", "reward__method": "verl_flexible"}
-    for kind, changes, matrix in NOISY:
-        cfg = training.config(models[kind], tmp_path, **settings | changes)
-        if matrix:
-            with pytest.raises(InputError, match=rf"rollout.sync: adapter: .* columns of {matrix}, .*needed: merged"):
-                check.check_inputs(cfg, 1, Scorer(cfg.reward))
-        else:
-            check.check_inputs(cfg, 1, Scorer(cfg.reward))

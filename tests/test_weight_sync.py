@@ -34,10 +34,8 @@ PROBE = [5, 6, 7, 8]
 SIGMAS = [0.0, 0.01, 0.001]  # of a qerl run of three steps in three stages
 NOISES = {
     "off": {},
-    "noisy router": {"aqn__targets": ("attention", "experts")},
-    "clean router, shared expert": {"aqn__targets": ("attention", "experts", "mlp"), "aqn__router": "clean"},
-    "patterns": {"aqn__targets": ("*norm.weight",)},
-    "router alone": {"aqn__targets": ("router",)},  # no norm changes, only columns behind it
+    "every target": {"aqn__targets": ("attention", "experts")},
+    "one target": {"aqn__targets": ("experts",)},
 }
 
 
@@ -82,9 +80,9 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
             expected, pushed = clean, push(step, PROBE)
             if noise:
                 stream = weights_hf.export(model, arch, parallel)
-                plan = aqn.norm_targets(arch, cfg.aqn.targets, router=cfg.aqn.router)
-                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), plan)
-                expected = loaded(arch, aqn.perturb(stream, plan, norms, sigma=SIGMAS[step], seed=0, step=step))
+                targets = aqn.norm_targets(arch, cfg.aqn.targets)
+                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), targets)
+                expected = loaded(arch, aqn.perturb(stream, norms, sigma=SIGMAS[step], seed=0, step=step))
             first = held(engine)
             again = push(step, PROBE)
             twice = held(engine)
@@ -138,8 +136,8 @@ def test_every_rank_of_a_layout_holds_the_same_and_every_layout_the_same_noise(n
 
 
 def push_all_but_norms(_: object, push: Push) -> None:
-    changed = push._export(push.touched)
-    push.engine.load_weights((name, tensor) for name, tensor in changed if name not in push.touched)
+    changed = push._export(set(push.clean_norms))
+    push.engine.load_weights((name, tensor) for name, tensor in changed if name not in push.clean_norms)
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +152,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "rollout__max_new_tokens": 2, "eval__samples": 0, "eval__num_questions": 1,
     }  # fmt: skip
     small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
-    changes = {"clean": still, "noisy": still | noise, "faulty": still | noise}
-    changes |= {"grid": small, "fp32": small | {"aqn__bf16": "fp32"}}
+    changes = {"clean": still, "noisy": still | noise, "faulty": still | noise, "grid": small}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}
     faulty = cfgs.pop("faulty")
     assert training.raised(instead(Push, "clean", push_all_but_norms), faulty) == [(InputError, "")]
@@ -179,11 +176,8 @@ def test_the_check_of_the_gap_uses_the_clean_policy(runs: dict[str, Path]) -> No
     assert all("aqn/probe_gap" not in row for row in training.metrics(runs["clean"]))
 
 
-def test_fp32_norms_take_noise_that_bf16_takes_in_rare_jumps(runs: dict[str, Path]) -> None:
+def test_bf16_norms_take_small_noise_in_rare_jumps(runs: dict[str, Path]) -> None:
     """Sigma is 0.001 and the weights are 1, where the steps of bf16 are 0.004 and 0.008: 3 % of the elements jump."""
-    for row in training.metrics(runs["fp32"]):
-        assert row["aqn/changed_elements"] == 128 and row["aqn/realised_std"] == pytest.approx(0.001, rel=0.35)
-        assert row["aqn/probe_shift"] > 0
     assert all(row["aqn/changed_elements"] < 16 for row in training.metrics(runs["grid"]))
 
 

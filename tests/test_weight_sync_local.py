@@ -46,8 +46,7 @@ LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts 
 PROBE = [5, 6, 7, 8]
 NOISES = {
     "off": {},
-    "noisy router": {"aqn__targets": ("attention", "experts")},
-    "clean router": {"aqn__targets": ("attention", "experts"), "aqn__router": "clean"},
+    "noise": {"aqn__targets": ("attention", "experts")},
 }
 
 

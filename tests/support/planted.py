@@ -152,6 +152,12 @@ def skip_push(real: Callable, sync: Push) -> None:
         real(sync)
 
 
+def norms_of_another_class(pushed: tuple[float, dict[str, Tensor]], *_: object) -> tuple[float, dict[str, Tensor]]:
+    """The names of the norms before attention are those of the norms before the experts."""
+    checksum, norms = pushed
+    return checksum, {name.replace("input", "post_attention"): norm for name, norm in norms.items()}
+
+
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
@@ -272,9 +278,7 @@ FAULTS: dict[str, Plant] = {
     "the engine ignores pushed norms on rank 1": engine_without_norms(rank=1),
     "the engine has larger norms on rank 1": engine_with("norm", lambda engine, name, value: value * 1.05, rank=1),
     "noise is twice as strong": instead(aqn, "_noisy", lambda real, clean, sigma, *rest: real(clean, 2 * sigma, *rest)),
-    "norms of another class are pushed for the noise": after(
-        aqn, "touched_names", lambda names, _: {name.replace("input", "post_attention") for name in names}
-    ),
+    "norms of another class are pushed for the noise": after(Push, "_push_policy", norms_of_another_class),
     "noise is watched at temperature 1": lambda patch: patch.setattr(weight_sync, "FLAT", 1.0),
     "the merge into shared memory has another scale": instead(
         lora_megatron, "merge",
