@@ -110,8 +110,6 @@ class RolloutConfig(Section):
     dynamic_rounds: int = knob(0, "rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
     max_new_tokens: int = knob(1024, "longest completion in tokens, its end token included", ge=1, le=2**20)
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
-    top_p: float = knob(1.0, "nucleus sampling; a value below 1 biases the policy gradient", gt=0, le=1)
-    top_k: int = knob(0, "sample from this many most likely tokens; 0 for all", ge=0, le=2**24)
     ranks: int = knob(
         0, "the last N ranks sample, one step ahead of the others, which train (rollout.staleness 1); 0: all do both",
         ge=0, le=2**16,

@@ -195,8 +195,6 @@ def sample(
         num_samples=settings.group_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
         return_routed_experts=routed_experts,
     )
     # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.

@@ -294,7 +294,7 @@ class Tripwires:
         groups are summed over consecutive steps in which all groups are identical.
         """
         rollout = self.cfg.rollout
-        if metrics["rollout/identical_groups"] < rollout.prompts_per_step or rollout.top_k or rollout.top_p < 1:
+        if metrics["rollout/identical_groups"] < rollout.prompts_per_step:
             self.identical_nats = 0.0
             return
         pairs = rollout.prompts_per_step * (rollout.group_size - 1)

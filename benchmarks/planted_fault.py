@@ -189,8 +189,8 @@ def noise(right: Function, size: str) -> Function:
             drawn = uniforms(seeds, samples, num_samples, rule)
             return torch.cat([drawn, table.to(drawn.device)], -1)
 
-        def pick_noisy(logits: Any, drawn: Any, rule: Any) -> tuple[Any, Any]:
-            return pick(logits + drawn[:, 1:], drawn[:, :1], rule)
+        def pick_noisy(logits: Any, drawn: Any, temperature: float) -> tuple[Any, Any]:
+            return pick(logits + drawn[:, 1:], drawn[:, :1], temperature)
 
         with (
             mock.patch.object(engine, "_uniforms", with_noise),

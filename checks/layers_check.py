@@ -107,7 +107,7 @@ def sample(
     return rollout.sample(
         engine, [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
         lambda answers: [Score(0.0, True, False)] * len(answers),
-        cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens, "top_p": 1.0, "top_k": 0}),
+        cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens}),
         parallel, seed=cfg.train.seed, step=0,
     )[0]  # fmt: skip
 

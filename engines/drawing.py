@@ -6,10 +6,7 @@ P prompts, S samples a prompt, N new tokens, R rows, V vocabulary.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from engines.interface import Rule
 
 
 def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
@@ -42,33 +39,14 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     return index
 
 
-def truncate(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order, 0 outside top-k and nucleus, and their token ids.  (R, V) -> (R, k), (R, k)
-
-    The nucleus is the smallest set that reaches ``top_p`` of the mass of the top-k tokens. It has at least one token.
-    """
-    kept, ids = probs.topk(min(top_k or probs.shape[-1], probs.shape[-1]), dim=-1)
-    if top_p < 1:
-        mass = kept.cumsum(-1)
-        mass_before = F.pad(mass[:, :-1], (1, 0))  # the mass of the likelier tokens
-        kept = kept.masked_fill(mass_before >= top_p * mass[:, -1:], 0.0)
-    return kept, ids
-
-
-def pick(logits: Tensor, uniform: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability before truncation.  (R, V), (R, 1) or None -> (R,), (R,) float32
+def pick(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-probability.  (R, V), (R, 1) or None -> (R,), (R,) float32
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
     # As in the trainer, so that both round alike: model_megatron._VocabularyLogProbs.
-    scores = logits.float() / (rule.temperature or 1.0)
+    scores = logits.float() / (temperature or 1.0)
     scores.sub_(scores.amax(-1, keepdim=True))
     probs = scores.exp()  # times their sum
-    if uniform is None:
-        token = logits.argmax(-1, keepdim=True)
-    elif rule.top_k or rule.top_p < 1:
-        kept, ids = truncate(probs, rule.top_p, rule.top_k)
-        token = ids.gather(-1, inverse_cdf(kept, uniform))
-    else:
-        token = inverse_cdf(probs, uniform)
+    token = logits.argmax(-1, keepdim=True) if uniform is None else inverse_cdf(probs, uniform)
     return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]

@@ -26,18 +26,16 @@ class Completion:
     """One sampled answer to one prompt."""
 
     tokens: list[int]  # the stop token included when there is one
-    logp: list[float]  # float32, one a token: log-probability under the temperature-scaled, untruncated distribution
+    logp: list[float]  # float32, one a token: log-probability under the temperature-scaled distribution
     finish_reason: str  # stop | length
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
 
 
 class Rule(NamedTuple):
-    """How the next token is chosen. Temperature 0 is greedy; top_k 0 keeps all tokens."""
+    """How completions are sampled. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float
-    top_p: float
-    top_k: int
 
 
 class Stack(NamedTuple):
@@ -108,18 +106,16 @@ class Engine(Protocol):
         num_samples: int,
         max_new_tokens: int,
         temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
         return_routed_experts: bool = False,
         greedy_first: bool = False,
     ) -> list[list[Completion]]:
         """``num_samples`` completions of each prompt, in the order of the prompts; before them with ``greedy_first``
         the greedy one, too.
 
-        Temperature 0 is greedy; top_k 0 keeps all tokens. The random numbers of prompt i depend on seeds[i] alone, so
+        Temperature 0 is greedy. The random numbers of prompt i depend on seeds[i] alone, so
         the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
         """
-        rule = Rule(max_new_tokens, temperature, top_p, top_k)
+        rule = Rule(max_new_tokens, temperature)
         check_call(
             self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
         )  # fmt: skip
@@ -194,7 +190,6 @@ def check_call(
     ``routed``: the routed experts are asked for. ``ready``: the engine has a whole model. ``positions``: the most
     tokens that one row may have.
     """
-    in_range = 0 <= rule.temperature < float("inf") and 0 < rule.top_p <= 1 and rule.top_k >= 0
     refuse_first(
         "sample: ",
         (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
@@ -203,7 +198,7 @@ def check_call(
             min(num_samples, rule.max_new_tokens) < 1,
             f"num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1",
         ),
-        (not in_range, f"{rule}; needed: temperature >= 0 and finite, top_p in (0, 1], top_k >= 0"),
+        (not 0 <= rule.temperature < float("inf"), f"temperature {rule.temperature}; needed: >= 0 and finite"),
         (
             routed and not (any(arch.moe_layers) and arch.num_experts <= 256),
             f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "

@@ -132,7 +132,7 @@ class TorchSampler(Engine):
         for n in range(new_tokens):
             self.beat()
             uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
-            token, logp = pick(decoder.logits(hidden), uniform, rule)
+            token, logp = pick(decoder.logits(hidden), uniform, rule.temperature)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
             row_ids = row_ids.masked_fill(self.is_stop[token], rows)

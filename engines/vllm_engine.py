@@ -307,11 +307,6 @@ class VllmEngine(Engine):
                 temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
                 f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
             ),
-            # vLLM would report log-probabilities of the truncated distribution, which differ from the trainer's.
-            (
-                temperature and (rule.top_p, rule.top_k) != (1, 0),
-                f"top_p {rule.top_p}, top_k {rule.top_k}; vLLM needs 1 and 0 (or rollout.engine torch)",
-            ),
             (
                 routed and not self.routed_experts,
                 "routed experts asked of an engine that was made without routed_experts",

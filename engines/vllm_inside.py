@@ -7,7 +7,6 @@ import contextlib
 import functools
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.drawing import pick
-from engines.interface import Rule, Stack
+from engines.interface import Stack
 from inputs.files import InputError
 
 LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
@@ -159,7 +158,8 @@ class TableDraws:
     """Draws the tokens of a worker's requests from a table of uniform numbers. A request's seed is its row there.
 
     The number of a token is at its position in the completion, so a request that vLLM preempts and continues draws the
-    same tokens. Everything else stays vLLM's: temperature, truncation and the log-probabilities.
+    same tokens. Everything else stays vLLM's: temperature and the log-probabilities. Nothing is truncated: a
+    request of this project has no top-k and no top-p.
     """
 
     table: Tensor | None = None  # (requests, new tokens) of the call; None: vLLM draws (greedy calls, its warm-up)
@@ -167,15 +167,13 @@ class TableDraws:
     def __init__(self, runner, vllms_own: Callable) -> None:
         """``vllms_own``: the function of vLLM that this object replaces by one of its methods."""
         self.runner, self.vllms_own, self.metadata, self.rows = runner, vllms_own, None, torch.empty(0)
-        self.truncate = sys.modules[vllms_own.__module__].apply_top_k_top_p  # vllm-ascend has its own
 
     def set_table(self, table: Tensor | None) -> None:
         self.table = None if table is None else table.to(self.runner.device)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """A token for each row of logits after temperature and truncation.  (R, V), (R,), (R,) -> (R,)"""
-        as_it_is = Rule(max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=0)
-        return pick(logits, self.table[rows, positions, None], as_it_is)[0]
+        """A token for each row of logits after temperature.  (R, V), (R,), (R,) -> (R,)"""
+        return pick(logits, self.table[rows, positions, None], 1.0)[0]
 
     def in_runner_1(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
         """TopKTopPSampler.forward of Model Runner V1: tokens, and log-probabilities if the sampler returns them."""
@@ -188,16 +186,15 @@ class TableDraws:
             self.rows = torch.tensor(seeds, device=logits.device)
         count = len(self.rows)
         generated = torch.from_numpy(batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count])
-        logits, logp = self.truncate(logits, k, p), None
-        if sampler.logprobs_mode == "processed_logprobs":
-            logp = logits.log_softmax(-1, dtype=torch.float32)
+        processed = sampler.logprobs_mode == "processed_logprobs"
+        logp = logits.log_softmax(-1, dtype=torch.float32) if processed else None
         return self._draw(logits, self.rows, generated.to(logits.device).long()), logp
 
     def in_runner_2(self, logits: Tensor, mapping: Tensor, mapping_np, pos: Tensor, k, p, *more) -> tuple:
-        """Sampler._sample_random of Model Runner V2: tokens, and truncated logits. ``mapping``: row -> request slot."""
+        """Sampler._sample_random of Model Runner V2: tokens, and logits. ``mapping``: row -> request slot."""
         if self.table is None:
             return self.vllms_own(logits, mapping, mapping_np, pos, k, p, *more)
-        logits, slots = self.truncate(logits, k, p), mapping.long()
+        slots = mapping.long()
         generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos: of the last token that was fed
         return self._draw(logits, self.runner.sampler.sampling_states.seeds.gpu[slots], generated), logits
 

@@ -116,7 +116,6 @@ def _layout_rules(cfg: Config) -> list[Rule]:
 
 def _vllm_rules(cfg: Config) -> list[Rule]:
     outside = f"is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
-    truncating = "is for rollout.engine torch; vllm reports no untruncated log-probs then"
     temperatures = {"rollout.temperature": cfg.rollout.temperature, "eval.temperature": cfg.eval.temperature}
     adapter, lora = cfg.keeps_factors_apart, cfg.lora
     return [
@@ -124,8 +123,6 @@ def _vllm_rules(cfg: Config) -> list[Rule]:
             (not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE, f"{key}: {value} {outside}")
             for key, value in temperatures.items()
         ),
-        (cfg.rollout.top_p != 1.0, f"rollout.top_p: {cfg.rollout.top_p} {truncating}"),
-        (cfg.rollout.top_k != 0, f"rollout.top_k: {cfg.rollout.top_k} {truncating}"),
         (
             adapter and cfg.rollout.expert_parallel,
             "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged",

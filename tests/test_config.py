@@ -198,7 +198,6 @@ def other_values(cfg: Config) -> dict[str, object]:
         "tiny_model.num_kv_heads": 1,
         "tiny_model.head_dim": 32,
         "rollout.prompts_per_step": 64,
-        "rollout.top_p": 0.5,
         "tiny_model.teacher_right": 0.1,
         "tiny_model.teacher_wrong_operation": 0.1,
         "aqn.schedule": "constant",

@@ -202,7 +202,6 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         ),
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
         (["data.num_train=16", "loss.kl_coef=0"], "exceeds data.num_train 16; loss.kl_coef"),
-        (["rollout.engine=vllm", "rollout.top_p=0.9"], "rollout.top_p: 0.9 is for rollout.engine torch"),
         (
             ["train.profile_steps=[1, 120, 121]"],
             "train.profile_steps: found [121]; needed: 1 to train.steps, which is 120",

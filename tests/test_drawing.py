@@ -20,13 +20,12 @@ from vllm_ranks import PROMPTS, SEEDS
 
 from engines import torch_sampler, vllm_inside
 from engines.drawing import inverse_cdf, pick, uniforms_of
-from engines.interface import Completion, Rule, fault_of_log_probs
+from engines.interface import Completion, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 VOCABULARY = 40
-UNTRUNCATED = Rule(1, 1.0, 1.0, 0)
 
 
 def test_the_numbers_of_a_prompt_are_those_of_a_generator_with_its_seed() -> None:
@@ -91,7 +90,10 @@ def test_a_drawn_token_of_probability_0_is_called_a_fault_of_the_sampler(sampled
         return token, logp.index_fill(0, torch.tensor(len(logp) - 1), -torch.inf)
 
     engine = vllm_of(model)
-    monkeypatch.setattr(engine.draws, "truncate", masked)
+    drawn = engine.draws.in_runner_1
+    monkeypatch.setattr(
+        engine.draws.runner.sampler.topk_topp_sampler, "forward", lambda logits, *more: drawn(masked(logits), *more)
+    )
     engine.sample(PROMPTS, seeds=SEEDS, **FREE)  # the mask alone is no fault
     for module in (vllm_inside, torch_sampler):
         monkeypatch.setattr(module, "pick", draws_it)
@@ -185,7 +187,7 @@ def test_a_hook_draws_what_the_embedded_sampler_draws_from_equal_logits(kind) ->
     some = order[:50]
     whole, part = hooked(make(list(range(90))), table), hooked(make(some), table)
     for position in range(8):
-        expected, _ = pick(logits, table[:, position, None], UNTRUNCATED)
+        expected, _ = pick(logits, table[:, position, None], 1.0)
         assert torch.equal(draw(whole, logits, position)[0], expected)
         assert torch.equal(draw(part, logits[some], position)[0], expected[some])
     if make is runner_1:
@@ -195,27 +197,20 @@ def test_a_hook_draws_what_the_embedded_sampler_draws_from_equal_logits(kind) ->
 @pytest.mark.vllm
 def test_requests_that_come_or_go_are_seen() -> None:
     table, logits = uniforms_of([1], 6, 1)[0], logits_of(6)
-    runner, (expected, _) = hooked(runner_1([0, 1, 2, 3, 4, 5]), table), pick(logits, table, UNTRUNCATED)
+    runner, (expected, _) = hooked(runner_1([0, 1, 2, 3, 4, 5]), table), pick(logits, table, 1.0)
     for left in ([0, 1, 2, 3, 4, 5], [5, 1, 4], [3]):
         runner.input_batch.req_ids, runner.input_batch.sampling_metadata = [str(row) for row in left], object()
         assert torch.equal(drawn_1(runner, logits[left], 0)[0], expected[left])
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (5, None), (None, 0.7), (5, 0.7)])
-def test_a_hook_keeps_vllms_truncation_and_its_log_probs(top_k, top_p) -> None:
-    from vllm.v1.worker.gpu.sample.sampler import apply_top_k_top_p
-
+def test_a_hook_keeps_vllms_log_probs() -> None:
     table, logits = uniforms_of([4], 60, 1)[0], logits_of(60)
-    k, p = (None if one is None else torch.full((60,), one) for one in (top_k, top_p))
-    token, logp = drawn_1(hooked(runner_1(list(range(60))), table), logits, 0, k, p)
-    again, processed = drawn_2(hooked(runner_2(list(range(60))), table), logits, 0, k, p)
-    assert torch.equal(processed, apply_top_k_top_p(logits.clone(), k, p))
-    assert torch.equal(logp, runner_1([]).sampler.topk_topp_sampler.forward_native(logits.clone(), {}, k, p)[1])
-    assert torch.equal(token, again) and torch.equal(token, pick(processed, table, UNTRUNCATED)[0])
-    assert logp.gather(1, token[:, None]).isfinite().all()  # nothing outside of the truncated set
-    truncated = (logp == -torch.inf).sum(1)
-    assert (truncated == 35).all() if (top_k, top_p) == (5, None) else truncated.any() == bool(top_k or top_p)
+    token, logp = drawn_1(hooked(runner_1(list(range(60))), table), logits, 0)
+    again, processed = drawn_2(hooked(runner_2(list(range(60))), table), logits, 0)
+    assert torch.equal(processed, logits)
+    assert torch.equal(logp, runner_1([]).sampler.topk_topp_sampler.forward_native(logits.clone(), {}, None, None)[1])
+    assert torch.equal(token, again) and torch.equal(token, pick(logits, table, 1.0)[0])
 
 
 @pytest.mark.vllm

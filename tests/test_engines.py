@@ -91,7 +91,7 @@ def test_logp_is_that_of_the_tempered_distribution(opened, temperature: float) -
 def test_greedy_tokens_are_those_of_generate(opened, name: str) -> None:
     stops = set(range(0, 128, 16))
     engine, model = opened(name, stops)
-    settings = dict(num_samples=1, max_new_tokens=12, temperature=0, top_p=0.5, top_k=3)  # truncation changes nothing
+    settings = dict(num_samples=1, max_new_tokens=12, temperature=0)
     answers = engine.sample(PROMPTS, seeds=SEEDS, **settings)
     rule = dict(max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops), pad_token_id=0)
     for prompt, (one,) in zip(PROMPTS, answers, strict=True):
@@ -247,8 +247,6 @@ def test_biases_travel_with_their_weights(opened) -> None:
         (dict(num_samples=0), "num_samples 0"),
         (dict(temperature=-0.1), "temperature"),
         (dict(temperature=math.nan), "temperature"),
-        (dict(top_p=0.0), "top_p"),
-        (dict(top_k=-1), "top_k"),
     ],
 )
 def test_bad_call_is_refused(opened, change: dict, message: str) -> None:

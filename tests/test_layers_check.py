@@ -114,7 +114,7 @@ FAULTS = dict(
 
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
     """What the check says about each fault for so many ranks."""
-    cfg = training.config(path, path, **SIZES | {"rollout__top_p": 0.9})  # of the run; the check draws without it
+    cfg = training.config(path, path, **SIZES)
     said = {}
     for name, (ranks, words) in FAULTS.items():
         if ranks == parallel.world_size:

@@ -28,7 +28,7 @@ import config
 
 pytestmark = pytest.mark.ci
 NOISY = {"aqn__schedule": "constant", "replay__mode": "r3", "replay__reference": "native", "model__recompute": True}
-FP32 = {"TP2_EP2": NOISY, "TP1": {"rollout__top_p": 0.9}, "TP2_EP2_DP2": {}}  # layout: changes
+FP32 = {"TP2_EP2": NOISY, "TP1": {}, "TP2_EP2_DP2": {}}  # layout: changes
 POLICIES = {"EP2": "adapter", "DP2": "merged"}  # layout: rollout.sync in bf16
 RUNS = FP32 | {layout: {"model__dtype": "bf16", "rollout__sync": policy} for layout, policy in POLICIES.items()}
 IN_FP32, IN_BF16 = ["TP2_EP2", nightly("TP1"), nightly("TP2_EP2_DP2")], ["EP2", nightly("DP2")]

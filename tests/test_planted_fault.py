@@ -211,9 +211,9 @@ def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model: Mo
     seen = []
     pick = torch_sampler.pick
 
-    def spy(logits: Tensor, uniform: Tensor, rule: tuple) -> tuple[Tensor, Tensor]:
+    def spy(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         seen.append(logits)
-        return pick(logits, uniform, rule)
+        return pick(logits, uniform, temperature)
 
     monkeypatch.setattr(torch_sampler, "pick", spy)
     engine, settings = sampler(model), dict(seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0)

@@ -178,7 +178,7 @@ class EchoEngine:
 
     arch = SimpleNamespace(vocab_size=128)
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, top_p, top_k, **rest):
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, **rest):
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             digits = [int(digit) for digit in str(seed)[:4]]

@@ -164,7 +164,6 @@ def test_what_this_engine_cannot_sample_is_refused(fresh, monkeypatch) -> None:
     monkeypatch.setattr(engine, "routed_experts", False)
     for change, message in (
         (dict(temperature=0.001), "temperature 0.001; vLLM needs 0, or 0.01 to 2.0"),
-        (dict(top_p=0.9), "top_p 0.9, top_k 0; vLLM needs 1 and 0"),
         (dict(return_routed_experts=True), "made without routed_experts"),
     ):
         with pytest.raises(InputError, match=message):

@@ -46,7 +46,7 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     },
     "cispo": {
         "loss__kind": "cispo", "loss__kl": "k2", "loss__aggregate": "seq-mean-token-mean", "loss__advantage": "loo",
-        "rollout__top_p": 0.9, "loss__importance": "sequence",
+        "loss__importance": "sequence",
     },
     "dr_grpo": {
         "loss__kl": "k3", "loss__aggregate": "dr-grpo", "loss__entropy_coef": 0.05, "loss__dual_clip": 1.05,
@@ -57,7 +57,7 @@ OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance
     },
     "int4": {"model__quantisation": "int4", "replay__mode": "r3", "loss__importance": "token"},
     "masked_and_skipped": {
-        "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True, "rollout__top_k": 20,
+        "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True,
         "loss__aggregate": "seq-mean-token-mean",
     },
     "r2": {"replay__mode": "r2"},
@@ -76,7 +76,7 @@ PAIRS += [nightly(*pair) for pair in itertools.product(OPTIONS, SPLITS) if pair 
 TWO_ROWS = {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1}
 FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained
     "two rows an update, replayed": TWO_ROWS | {"replay__mode": "r3"},
-    "nothing to learn": {"rollout__top_k": 1, "rollout__group_size": 2, "loss__skip_equal_groups": True},
+    "nothing to learn": {"rollout__temperature": 1e-4, "rollout__group_size": 2, "loss__skip_equal_groups": True},
     "two rows an update": TWO_ROWS,
 }
 FEW_NAMES = [*list(FEW)[:2], nightly("two rows an update")]
