@@ -254,7 +254,6 @@ class ReplayConfig(Section):
     """Routing replay trains each token on the experts of its sampling (r3) or of the old policy's forward pass (r2)."""
 
     mode: Literal["off", "r2", "r3"] = knob("off", "r3: routes of the engine (arXiv 2510.11370); r2: of the trainer")
-    reference: Literal["replayed", "native"] = knob("replayed", "whether the reference pass replays the routes, too")
 
 
 class ChecksConfig(Section):

@@ -49,7 +49,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
     (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
-    (lambda c: c.replay.mode == "off" or c.loss.kl == "none", "replay.mode is off or loss.kl none", "replay.reference"),
     (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
      "logp_gap is in checks.off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),

@@ -27,7 +27,7 @@ from tiers import asked, nightly
 import config
 
 pytestmark = pytest.mark.ci
-NOISY = {"aqn__schedule": "constant", "replay__mode": "r3", "replay__reference": "native", "model__recompute": True}
+NOISY = {"aqn__schedule": "constant", "replay__mode": "r3", "model__recompute": True}
 FP32 = {"TP2_EP2": NOISY, "TP1": {}, "TP2_EP2_DP2": {}}  # layout: changes
 POLICIES = {"EP2": "adapter", "DP2": "merged"}  # layout: rollout.sync in bf16
 RUNS = FP32 | {layout: {"model__dtype": "bf16", "rollout__sync": policy} for layout, policy in POLICIES.items()}

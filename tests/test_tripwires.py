@@ -240,9 +240,7 @@ SOUND = {  # all tripwires on `stop`
          "replay__mode": "r3", "loss__importance": "token",
          "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")},
     ),
-    "bf16, the reference routes natively": (
-        "TP2_EP2", {"model__dtype": "bf16", "replay__mode": "r3", "replay__reference": "native"}
-    ),
+    "bf16 with replay": ("TP2_EP2", {"model__dtype": "bf16", "replay__mode": "r3"}),
     "noise in bf16": ("TP2_EP2", NOISE | {"model__dtype": "bf16"}),
     "several updates a step": ("TP1", {"optim__prompts_per_update": 2, "replay__mode": "r2"}),
 }  # fmt: skip
