@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,22 +59,21 @@ def whole(
 ) -> Tensor:
     """The whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
 
-    The result may be ``value`` itself. Shards are received in one tensor. For experts that tensor is the result, unless
-    expert_tensor > 1; all other shards are joined in a copy. With ``join_on_host`` the copy is made on the host, so the
-    device holds one such tensor beside its own shard (and, with expert_tensor > 1, a share of it that was gathered over
-    the experts before).
+    The result may be ``value`` itself. Shards are received in one tensor. For experts that tensor is the result; all
+    other shards are joined in a copy. With ``join_on_host`` the copy is made on the host, so the device holds one such
+    tensor beside its own shard.
     """
     if factor.is_expert:
-        value = weights_hf.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
-    dim, shards, is_qkv = factor.shard_dim, parallel.shards(factor.is_expert), name.endswith("linear_qkv.B")
-    if dim is None or (shards.size == 1 and not is_qkv):
+        return weights_hf.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
+    dim, is_qkv = factor.shard_dim, name.endswith("linear_qkv.B")
+    if dim is None or (parallel.tensor == 1 and not is_qkv):
         return value
-    parts = weights_hf.gather(value, shards.size, shards.group)
+    parts = weights_hf.gather(value, parallel.tensor, parallel.tensor_group)
     if join_on_host:
         parts = [part.cpu() for part in parts]
     if is_qkv:
-        parts = [weights_hf.separate_qkv(part, arch.num_kv_heads // shards.size, arch) for part in parts]
-    blocks = [size // shards.size for size in _block_sizes(name, whole_shape(factor, parallel)[dim], arch)]
+        parts = [weights_hf.separate_qkv(part, arch.num_kv_heads // parallel.tensor, arch) for part in parts]
+    blocks = [size // parallel.tensor for size in _block_sizes(name, whole_shape(factor, parallel)[dim], arch)]
     by_block = zip(*(part.split(blocks, dim) for part in parts), strict=True)
     return torch.cat([piece for pieces in by_block for piece in pieces], dim)
 
@@ -122,14 +121,13 @@ def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
     """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
-    dim, shards = factor.shard_dim, parallel.shards(factor.is_expert)
     if factor.is_expert:
-        value = value.chunk(parallel.expert)[parallel.expert_rank]
-    if dim is not None:
+        return value.chunk(parallel.expert)[parallel.expert_rank]
+    if (dim := factor.shard_dim) is not None:
         blocks = value.split(_block_sizes(name, value.shape[dim], arch), dim)
-        value = torch.cat([block.chunk(shards.size, dim)[shards.rank] for block in blocks], dim)
+        value = torch.cat([block.chunk(parallel.tensor, dim)[parallel.tensor_rank] for block in blocks], dim)
     if name.endswith("linear_qkv.B"):
-        value = weights_hf.interleave_qkv(value, arch.num_kv_heads // shards.size, arch)
+        value = weights_hf.interleave_qkv(value, arch.num_kv_heads // parallel.tensor, arch)
     return value
 
 
@@ -221,10 +219,14 @@ def _checksum_at(
     value: Tensor,
     arch: Architecture,
     parallel: Parallel,
-    place: tuple[tuple[str, Any], ...],
+    rank: int,
 ) -> tuple[int, int]:
-    """The checksum of the piece of the whole tensor ``value`` at another ``place``: (a rank in Parallel, its value)."""
-    (checksum,) = checksums([piece(name, factor, value, arch, dataclasses.replace(parallel, **dict(place)))])
+    """The checksum of the piece of the whole tensor ``value`` on another expert or tensor rank."""
+    if factor.is_expert:
+        there = dataclasses.replace(parallel, expert_rank=rank)
+    else:
+        there = dataclasses.replace(parallel, tensor_rank=rank)
+    (checksum,) = checksums([piece(name, factor, value, arch, there)])
     return checksum
 
 
@@ -246,7 +248,7 @@ def not_saved(
     factors = lora_megatron.factors(adapters)
     named = {(name, kind, ending): values[name] for kind, ending, values in live for name in factors}
     sums = dict(zip(named, checksums(list(named.values())), strict=True))
-    place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank", "expert_tensor_rank")}
+    place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank")}
     by_rank, misfits = parallel.gather_objects((place, sums)), []
     if parallel.rank == 0 and saved is not None:
         misfits = [
@@ -260,11 +262,9 @@ def not_saved(
             value = stored.pop(label, None)
             fits = value is not None and tuple(value.shape) == whole_shape(factor, parallel)
             # A piece is cut once, however many ranks hold it.
-            keys = ("expert_rank", "expert_tensor_rank") if factor.is_expert else ("tensor_rank",)
+            key = "expert_rank" if factor.is_expert else "tensor_rank"
             cut = functools.cache(functools.partial(_checksum_at, name, factor, value, arch, parallel))
-            fits = fits and all(
-                cut(tuple((key, there[key]) for key in keys)) == own[name, kind, ending] for there, own in by_rank
-            )
+            fits = fits and all(cut(there[key]) == own[name, kind, ending] for there, own in by_rank)
             misfits += [] if fits else [label]
         misfits += sorted(stored)
     return parallel.gather_objects(f"{first_three(misfits)}: not what {saved.path} holds" if misfits else "")[0]

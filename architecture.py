@@ -142,13 +142,11 @@ def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
         fused = name.replace(".{}", "")
         gate_up = {f"{name}.gate_proj": (width, h), f"{name}.up_proj": (width, h)}
         down = {f"{name}.down_proj": (h, width)}
-        found.extend([
-            Module(
-                f"{megatron}.linear_fc1.weight", gate_up, kind, f"{fused}.gate_up_proj", "linear_fc1", 0, after,
-                copies=copies,
-            ),
-            Module(f"{megatron}.linear_fc2.weight", down, kind, f"{fused}.down_proj", "linear_fc2", 1, copies=copies),
-        ])  # fmt: skip
+        rows, columns = (None, None) if kind == "experts" else (0, 1)  # a rank holds its experts whole
+        in_name, out_name = f"{fused}.gate_up_proj", f"{fused}.down_proj"
+        fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
+        found.append(Module(fc1, gate_up, kind, in_name, "linear_fc1", rows, after, copies=copies))
+        found.append(Module(fc2, down, kind, out_name, "linear_fc2", columns, copies=copies))
 
     if not is_moe:
         swiglu("mlp", "mlp", "dense", arch.dense_ffn_size)

@@ -242,7 +242,7 @@ REMOVED = {
     "rollout.round_group": 32, "rollout.round_bits": PLANTED, "rollout.route_flips": PLANTED,
     "rollout.logit_noise": PLANTED, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
     "model.attention_shapes": "auto", "model.quantised": "[experts]", "aqn.router": "noisy", "aqn.bf16": "grid",
-    "rollout.top_p": 1.0, "rollout.top_k": 0, "replay.reference": "replayed",
+    "rollout.top_p": 1.0, "rollout.top_k": 0, "replay.reference": "replayed", "parallel.expert_tensor": 1,
 }  # fmt: skip
 
 # Keys of version 0.1 that have another name and value now: what to write instead.

@@ -34,8 +34,6 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 HCCL_BUFFER_MIB = {
     "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
     "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice as much if not
-    "ep_tp": 128,  # expert_tensor > 1: the tokens that "ep" has transferred, gathered
-    "tp_ep_mp": 4,  # expert_tensor > 1: the numbers of tokens per expert, 16 KiB
     "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
     "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
 }
@@ -297,10 +295,7 @@ def redirect_cuda() -> None:
 
 
 def _correct_megatron(device: torch.device) -> None:
-    """Replace functions of megatron.core: rotary embedding, the order of the experts' rows; on a CPU also RNG state,
-    split sizes and uneven gathers.
-    """
-    import megatron.core.tensor_parallel.mappings as mappings
+    """Replace functions of megatron.core: rotary embedding, order of experts' rows; on a CPU RNG state, split sizes."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -313,7 +308,7 @@ def _correct_megatron(device: torch.device) -> None:
     returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.19.2
     token_dispatcher.permute = functools.partial(_permute, more=(None, None) if returns_more else ())
     token_dispatcher.unpermute = lambda rows, order, *args, **kwargs: kernels.combine_rows(rows, order)
-    if device.type != "cpu" or getattr(mappings._gather_along_first_dim, "padded", False):
+    if device.type != "cpu":
         return
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -321,21 +316,6 @@ def _correct_megatron(device: torch.device) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    even_gather = mappings._gather_along_first_dim
-
-    def gather(x, group=None, output_split_sizes=None, use_global_buffer=False):
-        """gloo has no all-gather of uneven shares (expert_tensor > 1): pad every share to the longest, then cut."""
-        if output_split_sizes is None:
-            return even_gather(x, group, None, use_global_buffer)
-        sizes = [int(size) for size in output_split_sizes]
-        padded = x.new_zeros((max(sizes), *x.shape[1:]))
-        padded[: len(x)] = x
-        out = x.new_empty((len(sizes) * max(sizes), *x.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, padded, group=group)
-        return torch.cat([share[:size] for share, size in zip(out.split(max(1, max(sizes))), sizes, strict=False)])
-
-    gather.padded = True
-    mappings._gather_along_first_dim = gather
 
 
 def _permute(

@@ -55,11 +55,10 @@ class TinyModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Ranks = tensor x data = expert_tensor x expert x expert_data; data and expert_data follow from the others."""
+    """Ranks = tensor x data = expert x expert_data; data and expert_data follow from the others."""
 
     tensor: int = knob(1, "ranks that split one attention matrix and the vocabulary", ge=1, le=2**16)
     expert: int = knob(1, "ranks that split the experts of one layer", ge=1, le=2**16)
-    expert_tensor: int = knob(1, "ranks that split the matrices of one expert; 1 keeps them whole", ge=1, le=2**16)
     timeout_seconds: int = knob(1800, "a collective that waits longer than this ends the run", ge=1, lt=2**31)
 
 

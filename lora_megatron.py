@@ -111,11 +111,11 @@ class LoRALinear(Adapter):
         self.base, self.is_column, self.sequence_parallel = base, is_column, tensor > 1
         # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
         # a partial gradient on each.
-        partial_over = "tensor" if self.sequence_parallel else None
+        is_partial = self.sequence_parallel
         weight = base.weight
         out_size, in_size = weight.shape
-        self.A = Factor.zeros(weight.device, (rank, in_size), None if is_column else 1, partial_over)
-        self.B = Factor.zeros(weight.device, (out_size, rank), 0 if is_column else None, partial_over)
+        self.A = Factor.zeros(weight.device, (rank, in_size), None if is_column else 1, is_partial)
+        self.B = Factor.zeros(weight.device, (out_size, rank), 0 if is_column else None, is_partial)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not (self.enabled and self.merges):
@@ -146,16 +146,13 @@ class LoRAGroupedLinear(Adapter):
     (E, in, out), the merged weight is in the memory that the engine samples with, and is computed once an update.
     """
 
-    def __init__(
-        self, base: GroupedLinear, rank: int, alpha: float, merges: bool, *, is_column: bool, tensor: int
-    ) -> None:
+    def __init__(self, base: GroupedLinear, rank: int, alpha: float, merges: bool) -> None:
         super().__init__(rank, alpha, merges)
         self.base = base
-        partial_over = "expert_tensor" if tensor > 1 else None
         experts, in_size, out_size = base.shape
         device = next(itertools.chain(base.parameters(), base.buffers())).device
-        self.A = Factor.zeros(device, (experts, in_size, rank), None if is_column else 1, partial_over)
-        self.B = Factor.zeros(device, (experts, rank, out_size), 2 if is_column else None, partial_over)
+        self.A = Factor.zeros(device, (experts, in_size, rank))
+        self.B = Factor.zeros(device, (experts, rank, out_size))
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if not (self.enabled and self.merges):
@@ -193,9 +190,8 @@ class LoRARouter(Adapter):
 
     def __init__(self, router: torch.nn.Module, rank: int, alpha: float, merges: bool, *, tensor: int) -> None:
         super().__init__(rank, alpha, merges)
-        partial_over = "tensor" if tensor > 1 else None
-        self.A = Factor.zeros(router.weight.device, (rank, router.weight.shape[1]), None, partial_over)
-        self.B = Factor.zeros(router.weight.device, (router.weight.shape[0], rank), None, partial_over)
+        self.A = Factor.zeros(router.weight.device, (rank, router.weight.shape[1]), is_partial=tensor > 1)
+        self.B = Factor.zeros(router.weight.device, (router.weight.shape[0], rank), is_partial=tensor > 1)
         base_gating = router.gating
 
         def update(x: Tensor) -> Tensor:
@@ -232,10 +228,11 @@ def attach(
         if target == "router":
             module.lora = LoRARouter(module, cfg.rank, cfg.alpha, merges, tensor=parallel.tensor)
             continue
-        is_expert = isinstance(module, GroupedLinear)
-        kind, rank = LoRAGroupedLinear if is_expert else LoRALinear, cfg.rank_of(is_expert)
-        is_column, tensor = target in ("linear_qkv", "linear_fc1"), parallel.shards(is_expert).size
-        adapter = kind(module, rank, cfg.alpha, merges, is_column=is_column, tensor=tensor)
+        if isinstance(module, GroupedLinear):
+            adapter: Adapter = LoRAGroupedLinear(module, cfg.rank_of(True), cfg.alpha, merges)
+        else:
+            is_column = target in ("linear_qkv", "linear_fc1")
+            adapter = LoRALinear(module, cfg.rank, cfg.alpha, merges, is_column=is_column, tensor=parallel.tensor)
         setattr(model.get_submodule(parent), target, adapter)
     adapters = attached(model)
     for name, adapter in adapters.items():
@@ -250,8 +247,7 @@ def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> 
     if factor.is_expert:
         first = parallel.expert_rank * len(factor)
         pieces, in_dim = {f"{name}.{first + i}": piece for i, piece in enumerate(factor)}, 0
-    shards = parallel.shards(factor.is_expert)
-    size, rank = (1, 0) if factor.shard_dim is None else (shards.size, shards.rank)
+    size, rank = (1, 0) if factor.shard_dim is None else (parallel.tensor, parallel.tensor_rank)
     for key, piece in pieces.items():
         shape = list(piece.shape)
         shape[in_dim] *= size
@@ -272,7 +268,7 @@ def whole_shape(factor: Factor, parallel: Parallel) -> tuple[int, ...]:
     if factor.is_expert:
         shape[0] *= parallel.expert
     if factor.shard_dim is not None:
-        shape[factor.shard_dim] *= parallel.shards(factor.is_expert).size
+        shape[factor.shard_dim] *= parallel.tensor
     return tuple(shape)
 
 

@@ -102,7 +102,7 @@ def build(
     for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True):
         if is_moe:
             layer.mlp.register_forward_hook(_release_routes)
-            if parallel.expert * parallel.expert_tensor == 1:
+            if parallel.expert == 1:
                 devices.keep_row_counts_on_device(layer.mlp.token_dispatcher)
             # From 0.18 on, Megatron does not sort a token's experts without gradients, which changes last bits.
             layer.mlp.router.routing = torch.enable_grad()(layer.mlp.router.routing)
@@ -158,7 +158,7 @@ def _transformer_config(arch: Architecture, parallel: Parallel, dtype: torch.dty
         # layout; Megatron allows MoE with tensor parallelism only with sequence parallelism
         tensor_model_parallel_size=parallel.tensor,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel.tensor > 1,
         # activation recompute: only the input of each layer is kept
         recompute_granularity="full" if recompute else None,
@@ -377,13 +377,12 @@ class GroupedExperts(torch.nn.Module):
 
     def __init__(self, num_local_experts: int, config, **unused) -> None:
         super().__init__()
-        width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
-        dtype, quantisation = config.params_dtype, config.quantisation
+        width, dtype, quantisation = config.moe_ffn_hidden_size, config.params_dtype, config.quantisation
         self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, dtype, quantisation)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """(N, h), (E,), (N,) -> (N, h) and no bias.  With expert_tensor > 1 the dispatcher sums the parts."""
+        """(N, h), (E,), (N,) -> (N, h) and no bias"""
         # The router weight commutes with the second matrix; applying it before is cheaper, since w < h.
         hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # of (N, 2 w), not kept: (N, w)
         return self.linear_fc2(hidden, tokens_per_expert), None

@@ -1,7 +1,7 @@
 """Ranks, process groups and reductions: tensor (TP), expert (EP) and data (DP) parallelism on Megatron's groups.
 
-The rank grid is TP x DP for everything but the experts, and expert_tensor x EP x expert_data for the experts:
-TP x DP = expert_tensor x EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.
+The rank grid is TP x DP for everything but the experts, and EP x expert_data for the experts:
+TP x DP = EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.
 
 The group of all ranks uses gloo on every device. What it transfers (metrics, barriers, objects) is small and lies on
 the host, and an HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups,
@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
@@ -187,11 +186,11 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=sizes.expert_tensor,
+            expert_tensor_parallel_size=1,  # a rank holds its experts whole
             create_gloo_process_groups=False,
             distributed_timeout_minutes=sizes.timeout_seconds / 60,
         )
-    if device.type == "npu" and sizes.expert_tensor == 1:
+    if device.type == "npu":
         # Megatron gathers the numbers of tokens per expert over this group. It has the same ranks as the expert group,
         # and would build a second communicator.
         parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = parallel_state.get_expert_model_parallel_group()
@@ -206,13 +205,10 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
         data_rank=parallel_state.get_data_parallel_rank(),
         expert=sizes.expert,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_tensor=sizes.expert_tensor,
-        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         expert_data=dist.get_world_size(parallel_state.get_expert_data_parallel_group()),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         expert_group=parallel_state.get_expert_model_parallel_group(),
-        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
         expert_data_group=parallel_state.get_expert_data_parallel_group(),
     )
 
@@ -255,29 +251,21 @@ def close_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-class Shards(NamedTuple):
-    """The ranks that split one matrix among them."""
-
-    size: int
-    rank: int  # the place of this rank among them
-    group: dist.ProcessGroup
-
-
 class Factor(torch.nn.Parameter):
     """A LoRA factor in fp32, with its place in the layout."""
 
     is_expert: bool  # of the routed experts, one a local expert
-    shard_dim: int | None  # the dimension that ranks split; None: every rank of the group holds the whole factor
-    partial_over: str | None  # then the group, tensor or expert_tensor, whose ranks compute partial gradients of it
+    shard_dim: int | None  # the dimension that tensor ranks split; None: each of them holds the whole factor
+    is_partial: bool  # then whether each tensor rank computes a part of its gradient
 
     @staticmethod
     def zeros(
-        device: torch.device, shape: tuple[int, ...], shard_dim: int | None, partial_over: str | None
+        device: torch.device, shape: tuple[int, ...], shard_dim: int | None = None, is_partial: bool = False
     ) -> "Factor":
         """Zeros on their final device, because Module.to may replace a parameter."""
         factor = Factor(torch.zeros(shape, dtype=torch.float32, device=device))
         factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
-        factor.partial_over = partial_over if shard_dim is None else None
+        factor.is_partial = is_partial and shard_dim is None
         return factor
 
 
@@ -294,33 +282,16 @@ class Parallel:
     data_rank: int
     expert: int
     expert_rank: int
-    expert_tensor: int
-    expert_tensor_rank: int
     expert_data: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
-    expert_tensor_group: dist.ProcessGroup
     expert_data_group: dist.ProcessGroup
-
-    def shards(self, is_expert: bool) -> Shards:
-        """The ranks that split a matrix of a routed expert (``is_expert``), or any other matrix."""
-        if is_expert:
-            return Shards(self.expert_tensor, self.expert_tensor_rank, self.expert_tensor_group)
-        return Shards(self.tensor, self.tensor_rank, self.tensor_group)
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The groups of this rank that have several ranks and transfer something, by name."""
-        found = {
-            name: getattr(self, f"{name}_group")
-            for name in ("tensor", "expert", "expert_tensor", "data", "expert_data")
-            if getattr(self, name) > 1
-        }
-        if self.expert_tensor > 1:  # Megatron gathers the numbers of tokens per expert over this group
-            from megatron.core import parallel_state
-
-            found["expert_tensor x expert"] = parallel_state.get_expert_tensor_and_model_parallel_group()
-        return found
+        kinds = ("tensor", "expert", "data", "expert_data")
+        return {name: getattr(self, f"{name}_group") for name in kinds if getattr(self, name) > 1}
 
     # -------------------------------------------------------------------------------- small values, over all ranks
 
@@ -359,16 +330,15 @@ class Parallel:
     def sync_gradients_(self, parameters: list[Factor]) -> None:
         """Sum every gradient, in place, over the ranks that each hold a share of it.
 
-        ``partial_over`` ("tensor", "expert_tensor" or None): the group whose ranks hold the whole factor but
-        saw only a part of the tokens or columns behind it. ``parameter.is_expert``: a routed expert has met the tokens
-        of all its expert-parallel ranks already, so its gradient is summed over expert_data, any other over data.
+        ``is_partial``: the tensor ranks hold the whole factor, but each of them saw only a part of the tokens.
+        ``is_expert``: a routed expert has met the tokens of all its expert-parallel ranks already, so its gradient is
+        summed over expert_data, any other over data.
         """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for group, members in (
-            (self.tensor_group, [p for p in parameters if p.partial_over == "tensor"]),
-            (self.expert_tensor_group, [p for p in parameters if p.partial_over == "expert_tensor"]),
+            (self.tensor_group, [p for p in parameters if p.is_partial]),
             (self.data_group, [p for p in parameters if not p.is_expert]),
             (self.expert_data_group, [p for p in parameters if p.is_expert]),
         ):
@@ -385,8 +355,9 @@ class Parallel:
 
     def copies(self, parameter: Factor) -> int:
         """The number of ranks that hold this piece of ``parameter``."""
-        replicas = self.expert_data if parameter.is_expert else self.data
-        return replicas if parameter.shard_dim is not None else replicas * self.shards(parameter.is_expert).size
+        if parameter.is_expert:
+            return self.expert_data
+        return self.data if parameter.shard_dim is not None else self.data * self.tensor
 
 
 def sum_gradients_(parameters: list[Factor], group: dist.ProcessGroup) -> None:

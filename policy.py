@@ -109,7 +109,7 @@ class Policy:
         """The factors of this rank that other ranks hold, too."""
         pieces: Pieces = {}
         for name, factor in self.factors.items():
-            shard = self.parallel.shards(factor.is_expert).rank if factor.shard_dim is not None else ""
+            shard = self.parallel.tensor_rank if factor.shard_dim is not None else ""
             experts = f" of experts {self.parallel.expert_rank}" if factor.is_expert else ""
             if self.parallel.copies(factor) > 1:
                 pieces[hf_name(name, self.arch), f"{shard}{experts}"] = factor
@@ -118,13 +118,15 @@ class Policy:
     def _frozen_pieces(self, slot: Slot) -> Pieces:
         """The weights of ``slot`` under the name of their first block, if other ranks hold them, too."""
         parallel = self.parallel
-        shards = parallel.shards(slot.experts is not None)
-        holders = parallel.data if slot.experts is None else parallel.expert_data
-        if slot.dim is None:
-            holders *= shards.size
+        if slot.experts is not None:
+            holders = parallel.expert_data
+        elif slot.dim is not None:
+            holders = parallel.data
+        else:
+            holders = parallel.data * parallel.tensor
         if holders == 1:
             return {}
-        shard = str(shards.rank) if slot.dim is not None else ""
+        shard = str(parallel.tensor_rank) if slot.dim is not None else ""
         pieces: Pieces = {}
         for part, tensor in slot.held().items():
             matrices = tensor[None] if slot.experts is None else tensor

@@ -52,7 +52,6 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
         "layout": {
             "tensor": layout.tensor,
             "data": layout.data,
-            "expert_tensor": layout.expert_tensor,
             "expert": layout.expert,
             "expert_data": layout.expert_data,
             "rollout_tensor": layout.engine_tensor,
@@ -140,12 +139,11 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"layout{of_side(layout)}: {layout.ranks} ranks"
         f" on {-(-layout.ranks // node)} node{'s' * (layout.ranks > node)} of {node}"
         f" = tensor {layout.tensor} x data {layout.data}"
-        f" = expert_tensor {layout.expert_tensor} x expert {layout.expert} x expert_data {layout.expert_data}",
+        f" = expert {layout.expert} x expert_data {layout.expert_data}",
         *grid.describe(layout, node),
         f"a rank holds {arch.num_heads // layout.tensor} of {arch.num_heads} heads,"
         f" {arch.num_kv_heads // layout.tensor} of {arch.num_kv_heads} key/value heads,"
-        f" {arch.num_experts // layout.expert} of {arch.num_experts} experts"
-        f"{f', each cut in {layout.expert_tensor}' * (layout.expert_tensor > 1)},"
+        f" {arch.num_experts // layout.expert} of {arch.num_experts} experts,"
         f" {arch.vocab_size // layout.tensor:,} of {arch.vocab_size:,} tokens, all {arch.num_layers} layers",
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences"
         f" = {_shared(prompts, layout.replicas, 'replica', 'prompts')} x {group};"

@@ -20,7 +20,7 @@ from architecture import Architecture, modules, tensor_shapes
 from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
 from model_megatron import GroupedLinear
-from parallel_setup import Parallel, Shards
+from parallel_setup import Parallel
 from quantisation import Packed, quantise
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
@@ -33,7 +33,7 @@ class Slot:
 
     stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
     names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; of a stack expert by expert
-    dim: int | None = None  # dimension of the Hugging Face tensors that is split over ranks; None: every rank holds all
+    dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each one holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     experts: slice | None = None  # local numbers of routed experts
     adapter: Adapter | None = None  # the LoRA module, once attached
@@ -203,11 +203,11 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     silent = None if parallel.rank == 0 else True
     for slot, place, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
         is_expert = slot.experts is not None
-        stored, shards = slot.stored[place] if is_expert else slot.stored, parallel.shards(is_expert)
+        stored = slot.stored[place] if is_expert else slot.stored
         blocks = [tensors[name] for name in names]
         if slot.dim is not None:
-            blocks = [block.chunk(shards.size, slot.dim)[shards.rank] for block in blocks]  # views
-        value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, slot.dim)).to(stored.dtype)
+            blocks = [block.chunk(parallel.tensor, slot.dim)[parallel.tensor_rank] for block in blocks]  # views
+        value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             dtype = str(value.dtype).removeprefix("torch.")
             raise InputError(f"{model_dir}: {' or '.join(names)} holds values that are not finite in {dtype}")
@@ -247,7 +247,7 @@ def export(
     for slot in todo:
         value = merged(slot) if merge else slot.weight.to(parallel.device)  # frozen experts may wait on the host
         if slot.experts is None:
-            yield from _whole(slot, value, slot.names, arch, parallel.shards(False))
+            yield from _whole(slot, value, slot.names, arch, parallel)
             continue
         at_once = max(1, MESSAGE // (parallel.expert * value[0].numel()))
         place, first = slot.experts.start, slot.blocks[0]
@@ -257,7 +257,7 @@ def export(
                 for rank, peer in enumerate(by_rank):
                     number = rank * (arch.num_experts // parallel.expert) + place
                     names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in first)
-                    yield from _whole(slot, peer[local].t(), names, arch, parallel.shards(True))
+                    yield from _whole(slot, peer[local].t(), names, arch, parallel)
                 place += 1
 
 
@@ -293,12 +293,12 @@ def fused_group(name: str) -> str:
 
 
 def _whole(
-    slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, shards: Shards
+    slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, parallel: Parallel
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole blocks of the slot, from the joined shares ``value`` that this rank has of them. Collective."""
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)
-    by_rank = gather(value, shards.size if slot.dim is not None else 1, shards.group)
+    by_rank = gather(value, parallel.tensor if slot.dim is not None else 1, parallel.tensor_group)
     if len(names) == 1:
         yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(list(by_rank), slot.dim)
         return

@@ -132,7 +132,7 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
     from megatron.core import parallel_state
 
     counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
-    names = {counts.group_name: "expert_tensor x expert"}
+    names = {counts.group_name: "expert counts"}
     names |= {group.group_name: name for name, group in parallel.groups().items()}
     return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
 

@@ -34,7 +34,7 @@ EXACT = {
     "older": "older factors",
     "gradients": "gradients",
 }
-EXPERT_GROUPS = ("expert", "expert_tensor", "expert_tensor x expert")
+EXPERT_GROUPS = ("expert", "expert counts")
 PASSES = ("reference", "old policy", "forward", "backward")  # these exchange nothing over the data ranks
 PASS_GROUPS = ("tensor", *EXPERT_GROUPS, "all ranks, on the host")
 ALL_GROUPS = (*PASS_GROUPS, "data", "expert_data")

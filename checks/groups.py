@@ -139,8 +139,7 @@ def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
 
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
-    layout = cfg.parallel
-    for key, size in {"tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}.items():
+    for key, size in {"tensor": cfg.parallel.tensor, "expert": cfg.parallel.expert}.items():
         if ranks % size:
             raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
 

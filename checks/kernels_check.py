@@ -154,8 +154,8 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     if not any(arch.moe_layers):
         return dense_cases
 
-    w, E = arch.expert_ffn_size // layout.expert_tensor, arch.num_experts // layout.expert
-    N, R = own_tokens * arch.experts_per_token * layout.expert_tensor, cfg.lora.rank_of(True)
+    w, E = arch.expert_ffn_size, arch.num_experts // layout.expert
+    N, R = own_tokens * arch.experts_per_token, cfg.lora.rank_of(True)
     # If there are several experts, the first one gets no row, which routing can cause.
     rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
     rows_of.append(N - sum(rows_of))

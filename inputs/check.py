@@ -252,8 +252,8 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
     layouts = [
-        f"layout: {n} {name or 'ranks'} = tensor {p.tensor} x data {n // p.tensor} = expert_tensor {p.expert_tensor} "
-        f"x expert {p.expert} x expert_data {n // (p.expert_tensor * p.expert)}\n"
+        f"layout: {n} {name or 'ranks'} = tensor {p.tensor} x data {n // p.tensor} = expert {p.expert} "
+        f"x expert_data {n // p.expert}\n"
         for name, p, n in ((side.name, side.cfg.parallel, side.ranks) for side in sides(cfg, ranks))
     ]
     return (

@@ -84,21 +84,16 @@ def _layout_rules(cfg: Config) -> list[Rule]:
     """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     room, longest, shared = cfg.optim.tokens_per_micro_batch, cfg.row_tokens, cfg.rollout.expert_parallel
-    mine = shared and not cfg.rollout.ranks  # otherwise layout_rules.sides chooses sizes that fit
     return [
         (
             shared and cfg.device in ("cpu", "cuda"),
             f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}",
         ),
         (
-            mine and cfg.rollout.tensor != cfg.parallel.tensor,
+            # With rollout.ranks, layout_rules.sides chooses sizes that fit.
+            shared and not cfg.rollout.ranks and cfg.rollout.tensor != cfg.parallel.tensor,
             f"rollout.tensor: {cfg.rollout.tensor} with rollout.expert_parallel splits attention differently than "
             f"parallel.tensor {cfg.parallel.tensor}; needed: the same {STREAMED}",
-        ),
-        (
-            mine and cfg.parallel.expert_tensor != 1,
-            f"parallel.expert_tensor: {cfg.parallel.expert_tensor} splits experts, which vLLM keeps whole under "
-            f"rollout.expert_parallel; needed: 1 {STREAMED}",
         ),
         (
             prompts % update > 0,

@@ -44,12 +44,11 @@ def int4_bytes(out: int, inputs: int, element: int) -> int:
     return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 
-def int4_problem(arch: Architecture, expert_tensor: int) -> str:
-    """Why int4 cannot hold the experts of ``arch``, each split over ``expert_tensor`` ranks; "" if it can."""
-    width = arch.expert_ffn_size // expert_tensor
-    for what, inputs in {"hidden_size": arch.hidden_size, "columns of an expert on a rank": width}.items():
+def int4_problem(arch: Architecture) -> str:
+    """Why int4 cannot hold the experts of ``arch``; "" if it can."""
+    for what, inputs in {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}.items():
         if inputs % INT4_GROUP:
-            return f"model.quantisation: int4 with {inputs} {what}; needed: a multiple of {INT4_GROUP}"
+            return f"model.quantisation: int4 with {what} {inputs}; needed: a multiple of {INT4_GROUP}"
     return ""
 
 

@@ -35,9 +35,9 @@ def sides(cfg: Config, ranks: int) -> list[Side]:
     if samplers >= ranks:
         raise InputError(f"rollout.ranks: {samplers} of {ranks} ranks sample, so none trains; needed: fewer")
     tensor, expert = math.gcd(parallel.tensor, samplers), math.gcd(parallel.expert, samplers)
-    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": math.gcd(parallel.expert_tensor, samplers // expert)}
+    sizes = {"tensor": tensor, "expert": expert}
     if rollout.expert_parallel:
-        sizes = {"tensor": rollout.tensor, "expert": samplers, "expert_tensor": 1}
+        sizes = {"tensor": rollout.tensor, "expert": samplers}
     apart = rollout.model_copy(update={"tensor": 1, "expert_parallel": False})
     return [
         Side("trainers", cfg.model_copy(update={"rollout": apart}), 0, ranks - samplers),
@@ -76,7 +76,7 @@ def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
 
 def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[str]:
     """Why ``world_size`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
-    tensor, expert, expert_tensor = cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.expert_tensor
+    tensor, expert = cfg.parallel.tensor, cfg.parallel.expert
     split_by_tensor = {
         "key/value heads": arch.num_kv_heads,
         "attention heads": arch.num_heads,
@@ -85,14 +85,10 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
         "columns of the shared expert": arch.shared_expert_ffn_size,
         "ranks": world_size,
     }
-    split_by_expert = {
-        "experts": arch.num_experts,
-        f"ranks ({world_size} / expert_tensor {expert_tensor})": world_size // expert_tensor,
-    }
+    split_by_expert = {"experts": arch.num_experts, "ranks": world_size}
     shared, uneven = cfg.rollout.expert_parallel, arch.num_experts % world_size > 0
-    columns = {"columns of an expert": arch.expert_ffn_size, "ranks": world_size}
     sizes = [d for d in divisors(arch.num_experts) if d % tensor == 0]
-    int4 = int4_problem(arch, expert_tensor) if cfg.model.quantisation == "int4" else ""
+    int4 = int4_problem(arch) if cfg.model.quantisation == "int4" else ""
     rules = [
         (bool(int4), int4),
         (
@@ -129,7 +125,6 @@ def layout_problems(cfg: Config, arch: Architecture, world_size: int) -> list[st
     ]
     return [
         *_split_problem("parallel.tensor", tensor, split_by_tensor, world_size),
-        *_split_problem("parallel.expert_tensor", expert_tensor, columns, world_size),
         *_split_problem("parallel.expert", expert, split_by_expert, world_size),
         *(message for broken, message in rules if broken),
     ]

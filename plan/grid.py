@@ -1,7 +1,7 @@
 """Which ranks form which groups, for any number of ranks. This is arithmetic; nothing here imports torch.
 
-The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert_tensor ranks are
-neighbours, then expert, then expert_data. A rollout replica consists of rollout.tensor neighbours.
+The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert ranks are
+neighbours, then expert_data. A rollout replica consists of rollout.tensor neighbours.
 tests/test_memory.py compares the groups with those that Megatron makes.
 """
 
@@ -14,12 +14,11 @@ from knobs import Config
 
 @dataclass(frozen=True)
 class RankGrid:
-    """ranks = tensor x data = expert_tensor x expert x expert_data."""
+    """ranks = tensor x data = expert x expert_data."""
 
     ranks: int
     tensor: int
     expert: int
-    expert_tensor: int
     engine_tensor: int  # ranks that share one copy of the attention for sampling
     engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
     ranks_per_node: int = 2**30
@@ -31,7 +30,7 @@ class RankGrid:
 
     @property
     def expert_data(self) -> int:
-        return self.ranks // (self.expert * self.expert_tensor)
+        return self.ranks // self.expert
 
     @property
     def replicas(self) -> int:
@@ -43,9 +42,8 @@ class RankGrid:
         return {
             "tensor": (self.tensor, 1),
             "data": (self.data, self.tensor),
-            "expert_tensor": (self.expert_tensor, 1),
-            "expert": (self.expert, self.expert_tensor),
-            "expert_data": (self.expert_data, self.expert_tensor * self.expert),
+            "expert": (self.expert, 1),
+            "expert_data": (self.expert_data, self.expert),
             "rollout": (self.engine_tensor, 1),
         }
 
@@ -59,7 +57,7 @@ class RankGrid:
         return (size - here) / max(1, size - 1)
 
 
-WHOLE = RankGrid(1, 1, 1, 1, 1, 1)  # one rank that holds everything
+WHOLE = RankGrid(1, 1, 1, 1, 1)  # one rank that holds everything
 
 
 def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30, role: str = "") -> RankGrid:
@@ -70,14 +68,12 @@ def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30, role: str = "") -> 
     parallel, rollout = cfg.parallel, cfg.rollout
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
-    sizes = ranks, parallel.tensor, parallel.expert, parallel.expert_tensor, tensor, expert
-    return RankGrid(*sizes, ranks_per_node, role)
+    return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node, role)
 
 
 PURPOSE = {
     "tensor": "splits attention, vocabulary, dense and shared experts",
     "data": "same shard of those, other sequences; sums their LoRA gradients",
-    "expert_tensor": "splits each expert's matrices",
     "expert": "splits the experts of a layer; every token goes there and back",
     "expert_data": "same experts; sums their LoRA gradients",
     "rollout": "one copy of the model that samples",
@@ -129,4 +125,4 @@ def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
         return ranks_per_node
     layout = of(cfg, 1)
     engine = 1 if cfg.rollout.ranks else layout.engine_tensor  # which the samplers have
-    return math.lcm(layout.tensor, layout.expert * layout.expert_tensor, engine) + cfg.rollout.ranks
+    return math.lcm(layout.tensor, layout.expert, engine) + cfg.rollout.ranks

@@ -24,7 +24,7 @@ from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
     adapter_size,
     base_bytes,
-    base_parameters,
+    engine_parameters,
     gathered_by_a_save,
     has_stacks,
     lora_parameters,
@@ -78,26 +78,24 @@ def activations(
     ``mask``: bytes of the mask of packed rows, in a pass that keeps it for the backward pass, and in one that does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
-    rows = s * arch.experts_per_token * layout.expert_tensor * (imbalance if layout.expert > 1 else 1)  # N
+    rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
     kinds = {*arch.moe_layers}
     layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in kinds}
     # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
-    dense, width = arch.dense_ffn_size, arch.expert_ffn_size // layout.expert_tensor
-    # With expert_tensor > 1 Megatron sums the experts' outputs in fp32.
-    summed = rows * h * 4 * (1 + 1 / layout.expert_tensor) if layout.expert_tensor > 1 else 0
+    dense, width = arch.dense_ffn_size, arch.expert_ffn_size
     # Rows that stay on their rank are only sorted. Gate and up are free when three gradients exist; without recompute
     # the fullest moment is before that.
-    stays = layout.expert * layout.expert_tensor == 1
+    stays = layout.expert == 1
     gradients = 3 * h if not stays else 3 * h - 2 * width if recompute else h
     # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
     returned = 0 if stays else s * arch.experts_per_token * h * element
     in_flight = {
-        True: rows * gradients * element + returned + summed,
+        True: rows * gradients * element + returned,
         False: 4 * tokens * dense // layout.tensor * element,
     }
     # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
-    copies = 2 / layout.expert_tensor + (3 if layout.expert < arch.num_experts else 1)
-    of_rows = max(rows * copies * h * element + summed, rows * (3 * h + 4 * width) * element)
+    copies = 5 if layout.expert < arch.num_experts else 3
+    of_rows = rows * max(copies * h, 3 * h + 4 * width) * element
     forward_only = {
         True: rows * max(2 * h + width, h + 3 * width) * element if stays else of_rows,
         False: tokens * (h + 4 * dense // layout.tensor) * element,
@@ -121,7 +119,7 @@ def activations(
     forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
     reference = max(forward, scored * (h * element + 12) + 2 * chunk) + s * h * element + mask[1]
     kept += mask[0]
-    entering = 4 * s * h * element + rows * (1 + 2 / layout.expert_tensor) * h * element + mask[1]
+    entering = 4 * s * h * element + rows * 3 * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
     peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
     return Activations(int(peak), int(logits), int(reference), int(entering), int(recomputed))
@@ -150,7 +148,7 @@ def _kept_by_layer(
 
     if not is_moe:
         return kept + swiglu(arch.dense_ffn_size // layout.tensor)
-    width, rank = arch.expert_ffn_size // layout.expert_tensor, lora.rank_of(True)
+    width, rank = arch.expert_ffn_size, lora.rank_of(True)
     a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
     kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # the second term: the router's scores and maps
@@ -233,7 +231,6 @@ def step_memory(
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = rows_of_a_step(cfg, layout.ranks)
     cached_rows = min(wanted_rows, max_sequences(cfg, arch, layout.ranks))
-    engine = _engine_layout(layout)
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
@@ -262,7 +259,7 @@ def step_memory(
         "lora": lora,
         "optimizer": 2 * lora * trains,  # AdamW's two moments
         "older factors": lora * cfg.rollout.staleness * trains,
-        "engine weights": base_parameters(arch, engine) * element * samples,
+        "engine weights": engine_parameters(arch, layout) * element * samples,
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart * samples,
         "key-value cache": _cache(cfg, arch, element, cached_rows) * samples,
         "routing records": own_sequences * cfg.row_tokens * routing,
@@ -285,7 +282,14 @@ def step_memory(
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
     gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
     sampling = activations(
-        arch, cfg.lora, engine, element=element, recompute=False, tokens=prefill, scored=cached_rows, device=device
+        arch,
+        cfg.lora,
+        _sampling_layout(layout),
+        element=element,
+        recompute=False,
+        tokens=prefill,
+        scored=cached_rows,
+        device=device,
     ).reference
     # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
@@ -307,7 +311,7 @@ def step_memory(
         + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
-        "save": resident + gathered_by_a_save(arch, cfg.lora, layout, device),
+        "save": resident + gathered_by_a_save(arch, cfg.lora, device),
     }
     kept = {"": phases, "samplers": ("load", "start", "sync", "rollout"), "trainers": TRAINING}[layout.role]
     if not trains:
@@ -316,12 +320,13 @@ def step_memory(
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
 
 
-def _engine_layout(layout: RankGrid) -> RankGrid:
-    """The engine's copy: its ranks split attention and experts alike, or whole experts are spread over all ranks."""
+def _sampling_layout(layout: RankGrid) -> RankGrid:
+    """The layout whose activations stand for those of the engine.
+
+    Ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split either.
+    """
     tensor, expert = layout.engine_tensor, layout.engine_expert
-    if expert > tensor:
-        return RankGrid(expert, tensor, expert, 1, tensor, expert)
-    return RankGrid(tensor, tensor, 1, tensor, tensor, tensor)
+    return RankGrid(expert, tensor, expert, tensor, expert) if expert > tensor else WHOLE
 
 
 def _cache(cfg: Config, arch: Architecture, element: int, rows: int) -> int:
@@ -336,7 +341,7 @@ def _cache(cfg: Config, arch: Architecture, element: int, rows: int) -> int:
 
 def communicators(layout: RankGrid) -> int:
     """Groups of more than one rank that move tensors: the trainer's, the world's, and the engine's."""
-    sizes = [layout.tensor, layout.expert, layout.expert_tensor * layout.expert, layout.data, layout.expert_data]
+    sizes = [layout.tensor, layout.expert, layout.expert, layout.data, layout.expert_data]
     # The engine has groups of its tensor ranks, its expert ranks and its fused kernel, and of its data ranks if it
     # spans all ranks.
     engine = 3 + (layout.engine_expert > layout.engine_tensor) if layout.engine_expert > 1 else 0

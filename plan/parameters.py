@@ -13,13 +13,10 @@ from plan.grid import RankGrid
 
 def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
     """Copies, rows and columns of a module on one rank of the trainer."""
-    is_expert = module.kind == "experts"
-    ranks = layout.expert_tensor if is_expert else layout.tensor
-    copies = module.copies // layout.expert if is_expert else 1
     return (
-        copies,
-        module.out_size // (ranks if module.split == 0 else 1),
-        module.in_size // (ranks if module.split == 1 else 1),
+        module.copies // layout.expert if module.kind == "experts" else 1,
+        module.out_size // (layout.tensor if module.split == 0 else 1),
+        module.in_size // (layout.tensor if module.split == 1 else 1),
     )
 
 
@@ -34,12 +31,20 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
     return vocabulary + arch.hidden_size + over_layers(arch, held)
 
 
+def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
+    """Parameters of the engine on one rank: some of the experts, or a part of each, and a part of all the rest."""
+    experts = sum(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.expert_ffn_size
+    ranks = layout.engine_tensor
+    rest = base_parameters(arch, RankGrid(ranks, ranks, 1, ranks, ranks)) - experts
+    return rest + experts // layout.engine_expert
+
+
 def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
     """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts."""
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
         return whole, 0
-    h, width = arch.hidden_size, arch.expert_ffn_size // layout.expert_tensor
+    h, width = arch.hidden_size, arch.expert_ffn_size
     experts = arch.num_experts // layout.expert
     saved = 3 * (h * width * element - int4_bytes(h, width, element))
     piece = min(experts * 2 * h * width, PIECE // element)
@@ -72,7 +77,7 @@ def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     fits = layout.engine_expert == 1 or splits_as_trainer(layout)
     whole = whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
     splits_each = layout.engine_expert > 1 and not (whole or cfg.rollout.expert_parallel)
-    return not packs and fits and not splits_each and layout.expert_tensor == 1
+    return not packs and fits and not splits_each
 
 
 def splits_as_trainer(layout: RankGrid) -> bool:
@@ -124,13 +129,11 @@ def merged_weights(
     return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
 
 
-def gathered_by_a_save(arch: Architecture, lora: LoraConfig, layout: RankGrid, device: str) -> int:
+def gathered_by_a_save(arch: Architecture, lora: LoraConfig, device: str) -> int:
     """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
 
-    With expert_tensor > 1 the shards are gathered over the experts first. On a CPU the host joins the shards, and gloo
-    copies what it sends and receives.
+    On a CPU the host joins the shards, and gloo copies what it sends and receives.
     """
     adapted = [module for module in every_module(arch) if module.target in lora.targets]
     largest = 4 * max(m.copies * lora.rank_of(m.kind == "experts") * max(m.out_size, m.in_size) for m in adapted)
-    before = largest // layout.expert_tensor if layout.expert_tensor > 1 else 0
-    return (largest + before) * (3 if device == "cpu" else 1)
+    return largest * (3 if device == "cpu" else 1)

@@ -143,15 +143,13 @@ def exchange_bytes(
     """Bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
 
     Tensor ranks gather and scatter the sequence: around attention, a dense layer and a shared expert, and at ``ends``:
-    after the embedding and before the head. Expert ranks exchange rows; expert_tensor ranks gather them, and sum them
-    in fp32.
+    after the embedding and before the head. Expert ranks exchange rows.
     """
-    h, tensor, parts = arch.hidden_size, layout.tensor, layout.expert_tensor
+    h, tensor = arch.hidden_size, layout.tensor
     split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
     sequence = (2 * split * passes + ends) * tokens / layout.data * h * element * (1 - 1 / tensor)
     rows = passes * sum(arch.moe_layers) * tokens / layout.ranks * arch.experts_per_token * h
-    traded = 2 * rows * element * (1 - 1 / layout.expert) + rows * (parts - 1) * (element + 4)
-    return {"tensor exchange": sequence, "expert exchange": traded}
+    return {"tensor exchange": sequence, "expert exchange": 2 * rows * element * (1 - 1 / layout.expert)}
 
 
 def sync_seconds(
@@ -196,7 +194,6 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
     own = functools.partial(adapter_size, lora, layout)
     sizes = {
         "tensor": (layout.tensor, parameters(held_whole, of_experts=False)),
-        "expert_tensor": (layout.expert_tensor, parameters(held_whole, of_experts=True)),
         "data": (layout.data, parameters(own, of_experts=False)),
         "expert_data": (layout.expert_data, parameters(own, of_experts=True)),
     }

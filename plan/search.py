@@ -250,7 +250,7 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
     """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
 
     def trains(ranks: int, **sizes: int) -> bool:
-        split = {"tensor": 1, "expert": 1, "expert_tensor": 1} | sizes
+        split = {"tensor": 1, "expert": 1} | sizes
         return not layout_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(ranks: int, tensor: int) -> bool:
@@ -259,18 +259,18 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
     apart = cfg.rollout.ranks
     for ranks in (count for count in counts if count > apart):
         training, sampling = ranks - apart, apart or ranks
-        sizes, cuts = divisors(training), sorted({1, cfg.parallel.expert_tensor})
+        sizes = divisors(training)
         searched = divisors(sampling) if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]
-        for tensor, (cut, expert), replica, shared in itertools.product(
+        for tensor, expert, replica, shared in itertools.product(
             [size for size in sizes if trains(training, tensor=size)],
-            [(cut, size) for cut in cuts for size in sizes if trains(training, expert=size, expert_tensor=cut)],
+            [size for size in sizes if trains(training, expert=size)],
             [size for size in searched if samples(sampling, size)],
             {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
         ):
             yield (
                 _with(
                     cfg,
-                    parallel={"tensor": tensor, "expert": expert, "expert_tensor": cut},
+                    parallel={"tensor": tensor, "expert": expert},
                     rollout={"tensor": replica, "expert_parallel": shared},
                 ),
                 ranks,
@@ -282,8 +282,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
     old, new = verdict.cfg.parallel, cfg.parallel
     pairs = [
         (old.tensor, new.tensor),
-        (old.expert * old.expert_tensor, new.expert * new.expert_tensor),
-        (old.expert_tensor, new.expert_tensor),
+        (old.expert, new.expert),
         (verdict.cfg.rollout.tensor, cfg.rollout.tensor),
         (verdict.ranks, ranks),
     ]
@@ -292,7 +291,7 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
 
 
 KEYS = (  # that a search can change, in the order in which overrides are listed
-    "parallel.tensor", "parallel.expert", "parallel.expert_tensor", "rollout.tensor", "rollout.expert_parallel",
+    "parallel.tensor", "parallel.expert", "rollout.tensor", "rollout.expert_parallel",
     "rollout.ranks", "rollout.staleness", "loss.importance",
     "rollout.kv_cache_mib", "rollout.enforce_eager", "rollout.prompts_per_step",
     "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
@@ -302,7 +301,7 @@ KEYS = (  # that a search can change, in the order in which overrides are listed
 def overrides(verdict: Verdict, asked: Config) -> list[str]:
     """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
     new, old = ({key: functools.reduce(getattr, key.split("."), cfg) for key in KEYS} for cfg in (verdict.cfg, asked))
-    listed = {*KEYS[: 4 if asked.rollout.kind.splits else 3], *(key for key in KEYS if new[key] != old[key])}
+    listed = {*KEYS[: 3 if asked.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:
         listed.add("rollout.prompts_per_step")
     return [f"{key}={json.dumps(new[key])}" for key in KEYS if key in listed]

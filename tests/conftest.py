@@ -62,8 +62,8 @@ def choose_device(name: str, ranks: int | None) -> None:
     if not wanted <= set(possible):
         pytest.exit(f"error: found {max(wanted)} ranks; needed: one of {possible}", returncode=2)
     tiers.left_out = set()
-    for layout, (size, _, _, expert_tensor) in world.LAYOUTS.items():
-        if size not in wanted or expert_tensor > 1:  # no configuration cuts experts
+    for layout, (size, _, _) in world.LAYOUTS.items():
+        if size not in wanted:
             tiers.elsewhere.add(layout)
 
 

@@ -22,7 +22,7 @@ COMPARISONS = {
 }  # fmt: skip
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 LOGIC = {ast.And: ast.Or, ast.Or: ast.And}
-PARALLEL = {"tensor": "expert", "expert": "tensor", "expert_tensor": "tensor", "expert_data": "data", "data": "tensor"}
+PARALLEL = {"tensor": "expert", "expert": "tensor", "expert_data": "data", "data": "tensor"}
 GROUPS = {f"{one}{end}": f"{other}{end}" for one, other in PARALLEL.items() for end in ("", "_rank", "_group")}
 OF_RANKS = ("parallel", "self", "self.parallel", "cfg.parallel", "sizes", "parallel_state", "dist")
 RARE = ("group", "axis")  # these kinds come first

@@ -219,7 +219,7 @@ def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do
     before = sorted(place.folder.rglob("*"))
     assert exit_code(arguments) == 0 and sorted(place.folder.rglob("*")) == before
     said = capfd.readouterr().out
-    assert "layout: 1 ranks = tensor 1 x data 1 = expert_tensor 1 x expert 1 x expert_data 1" in said
+    assert "layout: 1 ranks = tensor 1 x data 1 = expert 1 x expert_data 1" in said
     assert ("a start makes a tiny model: architecture=" in said) == (change is NEW)
     step = {"resumed": 2}.get(kind, 0)
     prompt, answer = re.search(

@@ -223,8 +223,7 @@ def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrid
         (QWEN3_30B_A3B, 16, {"tensor": 3}, "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
         (QWEN3_30B_A3B, 6, {"tensor": 4}, "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
         (QWEN3_30B_A3B, 12, {"expert": 3}, "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
-        (QWEN3_30B_A3B, 16, {"expert": 8, "expert_tensor": 4}, "divide 4 ranks (16 / expert_tensor 4); nearest: 4"),
-        (QWEN3_30B_A3B, 10, {"expert_tensor": 5}, "parallel.expert_tensor: 5 does not divide 768 columns of an expert"),
+        (QWEN3_30B_A3B, 12, {"expert": 8}, "parallel.expert: 8 does not divide 12 ranks; nearest: 4"),
         (QWEN15_MOE, 16, {"expert": 16}, "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
         (
             dataclasses.replace(QWEN15_MOE, shared_expert_ffn_size=5630),
@@ -253,7 +252,7 @@ def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrid
     ],
 )
 def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, layout, expected):
-    sizes = {"tensor": 1, "expert": 1, "expert_tensor": 1} | layout
+    sizes = {"tensor": 1, "expert": 1} | layout
     layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"])
     with pytest.raises(InputError) as caught:
@@ -277,7 +276,6 @@ STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
             "rollout.tensor: 2 with rollout.expert_parallel splits attention differently than parallel.tensor 4; "
             "needed: the same",
         ),
-        (["parallel.expert_tensor=4"], "parallel.expert_tensor: 4 splits experts"),
         (["rollout.engine=torch"], "override rollout.expert_parallel: not read, rollout.engine is not vllm"),
     ],
 )

@@ -28,37 +28,34 @@ from inputs import hf_config
 from learner import Learner
 from runlog import Heartbeat, StepTimer
 
-EP16 = ("qwen3", 16, 4, 16, 1)  # configuration, ranks, tensor, expert, expert_tensor, other changes
-ETP2 = ("qwen3", 16, 2, 8, 2, "model.recompute=true")
-R3 = ("qwen15_moe", 6, 2, 3, 1, "model.recompute=false", "replay.mode=r3")
+EP16 = ("qwen3", 16, 4, 16)  # configuration, ranks, tensor, expert, other changes
+R3 = ("qwen15_moe", 6, 2, 3, "model.recompute=false", "replay.mode=r3")
 LAYOUTS = [
     EP16,
-    nightly(ETP2),
     ci(R3),
-    nightly(("qwen3", 16, 4, 4, 1, "loss.entropy_coef=0.01")),
-    nightly(("qwen3", 32, 1, 16, 1, "replay.mode=r2")),
-    nightly(("qwen3", 16, 2, 8, 1, "model.quantisation=int4")),
-    nightly(("qwen15_moe", 8, 2, 2, 2)),
-    nightly(("qwen3", 16, 4, 16, 1, "rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480")),
-    nightly(("qwen15_moe", 6, 1, 3, 1, "lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]")),
-    nightly(("qwen3", 16, 4, 16, 1, "rollout.staleness=2")),
+    nightly(("qwen3", 16, 4, 4, "loss.entropy_coef=0.01")),
+    nightly(("qwen3", 32, 1, 16, "replay.mode=r2")),
+    nightly(("qwen3", 16, 2, 8, "model.quantisation=int4")),
+    nightly(("qwen3", 16, 4, 16, "rollout.max_new_tokens=16384", "optim.tokens_per_micro_batch=20480")),
+    nightly(("qwen15_moe", 6, 1, 3, "lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]")),
+    nightly(("qwen3", 16, 4, 16, "rollout.staleness=2")),
 ]
 APART = ("rollout.ranks=16", "rollout.staleness=1")  # of 32 ranks
 SIDES = [  # side: one of its ranks, its phases
     ci("samplers", 16, {"load", "push"}),
     nightly("trainers", 0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
 ]
-GPU = ("qwen3", 8, 4, 8, 1)
+GPU = ("qwen3", 8, 4, 8)
 ON_CUDA = [  # run_8gpu.sh and run_1gpu.sh
     ci(GPU),
-    nightly(("olmoe", 1, 1, 1, 1)),
-    nightly(("qwen3", 8, 4, 4, 1)),
-    nightly(("qwen3", 8, 2, 8, 1)),
-    nightly(("qwen15_moe", 1, 1, 1, 1, "rollout.kv_cache_mib=9216")),
-    nightly(("qwen3", 1, 1, 1, 1, "model.quantisation=int4")),
+    nightly(("olmoe", 1, 1, 1)),
+    nightly(("qwen3", 8, 4, 4)),
+    nightly(("qwen3", 8, 2, 8)),
+    nightly(("qwen15_moe", 1, 1, 1, "rollout.kv_cache_mib=9216")),
+    nightly(("qwen3", 1, 1, 1, "model.quantisation=int4")),
 ]
 RECOMPUTE = "model.recompute=true"
-AT_TP2 = ("qwen3", 16, 2, 16, 1)  # where the rows of experts, and not the logits as with TP4, are the fullest moment
+AT_TP2 = ("qwen3", 16, 2, 16)  # where the rows of experts, and not the logits as with TP4, are the fullest moment
 FAULTS = [  # fault, where it is planted, what is then not as planned
     ("kept_alive", (*EP16, RECOMPUTE), "alive after it"),
     nightly("wrong_group", (*EP16, RECOMPUTE), "forward: reduce_scatter_base over data"),
@@ -67,10 +64,10 @@ FAULTS = [  # fault, where it is planted, what is then not as planned
 PHASES = {"load", "push", "forward", "backward", "update", "save"}
 
 
-def case(name: str, ranks: int, tensor: int, expert: int, expert_tensor: int, *changes: str, **more) -> dict:
-    shared = name == "qwen3" and expert == ranks and expert_tensor == 1
+def case(name: str, ranks: int, tensor: int, expert: int, *changes: str, **more) -> dict:
+    shared = name == "qwen3" and expert == ranks
     overrides = [
-        f"parallel.tensor={tensor}", f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}",
+        f"parallel.tensor={tensor}", f"parallel.expert={expert}",
         f"rollout.tensor={tensor}", f"rollout.expert_parallel={str(shared).lower()}", "aqn.schedule=off", *changes,
     ]  # fmt: skip
     return {"config": f"configs/{name}.yaml", "overrides": overrides, "ranks": ranks, "rank": 0, "layers": 2} | more
@@ -79,7 +76,7 @@ def case(name: str, ranks: int, tensor: int, expert: int, expert_tensor: int, *c
 def int4() -> dict:
     """One layer, short rows, two experts a rank."""
     small = ["rollout.max_new_tokens=96", "data.max_prompt_tokens=32", "optim.tokens_per_micro_batch=128"]
-    return case("qwen3", 64, 1, 64, 1, "model.quantisation=int4", *small, layers=1)
+    return case("qwen3", 64, 1, 64, "model.quantisation=int4", *small, layers=1)
 
 
 def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | None = None) -> list[dict]:
@@ -100,7 +97,7 @@ def found() -> dict[str, dict]:
     """The dry runs of all cases, from one process."""
     wanted = {layout: case(*layout) for layout in asked(LAYOUTS)}
     wanted |= {fault: case(*where, fault=fault) for fault, where, _ in asked(FAULTS)}
-    wanted |= {side: case("qwen3", 32, 4, 16, 1, *APART, rank=rank) for side, rank, _ in asked(SIDES)}
+    wanted |= {side: case("qwen3", 32, 4, 16, *APART, rank=rank) for side, rank, _ in asked(SIDES)}
     wanted |= {name: int4() for name in asked([ci("int4")])}
     wanted |= {name: case(*EP16, rank=15) for name in asked([nightly("last rank")])}
     return dict(zip(wanted, dry_runs(list(wanted.values())), strict=True))

@@ -27,7 +27,7 @@ from measured import CONTROLS, log_probs, measure
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[1]
 TEMPERATURE = 0.7
-LAYOUTS = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]
+LAYOUTS = ["TP2_EP2_DP2", "TP2_EP4"]
 SAME_BITS = "zero B", "disabled", "round trip", "without gradients"  # of measured.measure
 
 

@@ -39,7 +39,7 @@ from plan.grid import WHOLE, RankGrid
 from policy import Policy
 from runlog import Heartbeat, StepTimer
 
-KINDS = ("tensor", "data", "expert_tensor", "expert", "expert_data")
+KINDS = ("tensor", "data", "expert", "expert_data")
 ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 
 
@@ -61,12 +61,12 @@ def real(name: str) -> Architecture:
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, ranks: int, tensor: int, expert: int, expert_tensor: int):
+def as_rank(rank: int, ranks: int, tensor: int, expert: int):
     """This process as one rank of a world that does not exist."""
     with warnings.catch_warnings():
         world._quiet_third_parties()
         world._import_megatron()
-        sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+        sizes = ParallelConfig(tensor=tensor, expert=expert)
         with dry_run_device.as_rank(rank, ranks, sizes, torch.device("cpu")) as parallel:
             yield parallel
 
@@ -81,9 +81,8 @@ def check_parameters(
     monkeypatch.setattr(
         lora_megatron, "_initialise_", lambda *args: None
     )  # initial values take time, and the meta device has none
-    ranks, tensor, expert, expert_tensor = sizes
-    layout = RankGrid(ranks, tensor, expert, expert_tensor, 1, 1)
-    with as_rank(ranks - 1, *sizes) as parallel, torch.device("meta"):
+    layout = RankGrid(*sizes, engine_tensor=1, engine_expert=1)
+    with as_rank(layout.ranks - 1, *sizes) as parallel, torch.device("meta"):
         parallel = dataclasses.replace(parallel, device=torch.device("meta"))
         model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation)
         codes = (b for name, b in model.named_buffers() if name.endswith((".codes", ".scales")))
@@ -105,7 +104,7 @@ MODELS = {  # name: architecture, LoRA
         tiny("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2), LoraConfig(rank=4, targets=("linear_fc2",)),
     ),
 }  # fmt: skip
-BY_DEFAULT = ("TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", "TP4_EP16")
+BY_DEFAULT = ("TP1", "TP2_EP2_DP2", "TP4_EP16")
 
 
 @pytest.mark.parametrize("name", [name if name in BY_DEFAULT else ci(name) for name in world.LAYOUTS])
@@ -124,7 +123,7 @@ def test_bytes_of_int4_weights_are_those_of_the_instantiated_model(name, monkeyp
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    [("qwen3", (16, 4, 16, 1)), ("qwen15_moe", (16, 4, 4, 1)), ci("qwen3", (16, 2, 8, 1))],
+    [("qwen3", (16, 4, 16)), ("qwen15_moe", (16, 4, 4)), ci("qwen3", (16, 2, 8))],
 )
 def test_parameters_are_those_of_the_instantiated_real_model(model, sizes, monkeypatch):
     check_parameters(real(model), sizes, LoraConfig(rank=32), torch.bfloat16, monkeypatch)
@@ -143,7 +142,7 @@ def test_the_published_configs_have_the_published_numbers_of_parameters():
 # -------------------------------------------------------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("sizes", [(8, 4, 4, 1), (4, 2, 2, 2), (16, 4, 4, 4), (12, 4, 4, 1)])
+@pytest.mark.parametrize("sizes", [(8, 4, 4), (4, 2, 2), (16, 4, 16), (12, 4, 4)])
 def test_groups_are_megatrons(sizes):
     planned = grid.groups(RankGrid(*sizes, engine_tensor=1, engine_expert=1))
     for rank in range(sizes[0]):
@@ -228,14 +227,13 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     arch, cfg = hf_config.read(path), training.config(path, folder)
     model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False)
     learner = Learner(cfg, Policy(cfg, arch, parallel, model), pad_token=0)
-    run_dir = folder / f"{parallel.tensor}_{parallel.expert}_{parallel.expert_tensor}"
+    run_dir = folder / f"{parallel.tensor}_{parallel.expert}"
     run_dir.mkdir(exist_ok=True)
     with LiveBytes() as live:
         tensors, counts = learner.state()
         checkpoint.save(run_dir, 1, tensors, counts | {"optimizer_steps": 1}, cfg, writes=parallel.rank == 0)
     sizes = [math.prod(tensor.shape) * 4 for kind in tensors.values() for tensor in kind.values()]
-    layout = RankGrid(parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor, 1, 1)
-    planned = {device: parameters.gathered_by_a_save(arch, cfg.lora, layout, device) for device in ("cpu", "npu")}
+    planned = {device: parameters.gathered_by_a_save(arch, cfg.lora, device) for device in ("cpu", "npu")}
     return {"held": live.peak, "largest": max(sizes), "all": sum(sizes), "planned": planned, "now": live.now}
 
 
@@ -243,15 +241,10 @@ def test_no_rank_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_writt
     """A backend that copies nothing itself stands for the backend of a device. Rank 0 writes, the others gather."""
     path = training.make_model(tmp_path / "model")
     for rank in (0, 15):
-        with as_rank(rank, 16, 4, 16, 1) as parallel:
+        with as_rank(rank, 16, 4, 16) as parallel:
             found = save_checkpoint(parallel, path, tmp_path)
         assert found["held"] <= found["largest"] + 2048 and found["now"] <= 2048, (rank, found)
         assert found["largest"] == found["planned"]["npu"] and found["all"] > 20 * found["largest"], found
-    for rank in range(4):  # gathered over experts, then over expert_tensor, then joined on the host
-        with as_rank(rank, 4, 2, 2, 2) as parallel:
-            found = save_checkpoint(parallel, path, tmp_path)
-        assert found["planned"]["npu"] == 1.5 * found["largest"], found
-        assert found["held"] <= 2.5 * found["largest"] + 2048, (rank, found)
 
 
 @pytest.mark.parametrize(

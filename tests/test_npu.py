@@ -144,7 +144,7 @@ def test_in_bf16_a_resumed_training_samples_with_the_trainers_policy(layout, on_
 @pytest.mark.parametrize("layout", IN_FP32 + IN_BF16)
 def test_communicators_are_built_for_the_groups_that_carry_traffic_only_and_the_npus_kernels_run(layout, on_npu):
     """None over all ranks, none for a group of one, and the buffers of device.HCCL_BUFFER_MIB."""
-    ranks, tensor, expert, _ = world.LAYOUTS[layout]
+    ranks, tensor, expert = world.LAYOUTS[layout]
     sizes = {
         "TENSOR_MODEL_PARALLEL_GROUP": [tensor, 64],
         "EXPERT_MODEL_PARALLEL_GROUP": [expert, 128],

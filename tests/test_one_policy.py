@@ -44,7 +44,7 @@ from policy import Policy
 from weight_sync import Push
 
 KINDS = ("qwen3_moe", "qwen2_moe")
-LAYOUTS = ["TP2_EP2", "TP2_EP2_ETP2", ci("TP1"), ci("EP2_DP4")]
+LAYOUTS = ["TP2_EP2", "TP2_EP2_DP2", ci("TP1"), ci("EP2_DP4")]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [3, 4, 5, 6, 7]]
 LORA = {"lora__targets": TARGETS, "lora__rank": 4, "lora__expert_rank": 8, "lora__alpha": 12.0}
 STEP = 1e-3  # of a factor B: as after some updates, so that rounding to bf16 swallows a part of the update

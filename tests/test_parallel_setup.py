@@ -24,7 +24,7 @@ def measure(parallel: Parallel) -> dict:
     values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
     summed = parallel.sum_over_data(values)
     members = {}
-    for name in ("tensor", "data", "expert", "expert_tensor", "expert_data"):
+    for name in ("tensor", "data", "expert", "expert_data"):
         members[name] = sorted(dist.get_process_group_ranks(getattr(parallel, f"{name}_group")))
     return {
         "parallel": {name: getattr(parallel, name) for name in parallel.__dataclass_fields__ if "group" not in name},
@@ -50,28 +50,28 @@ def layout(request) -> str:
 
 
 def test_sizes_multiply_to_the_number_of_ranks(layout, everywhere):
-    ranks, tensor, expert, expert_tensor = world.LAYOUTS[layout]
+    ranks, tensor, expert = world.LAYOUTS[layout]
     for rank, answers in enumerate(everywhere[layout]):
         found = answers["parallel"]
         assert (found["rank"], found["world_size"]) == (rank, ranks)
-        assert (found["tensor"], found["expert"], found["expert_tensor"]) == (tensor, expert, expert_tensor)
-        assert tensor * found["data"] == expert_tensor * expert * found["expert_data"] == ranks
+        assert (found["tensor"], found["expert"]) == (tensor, expert)
+        assert tensor * found["data"] == expert * found["expert_data"] == ranks
 
 
 def test_groups_have_the_sizes_they_claim_and_cover_the_grid_once(layout, everywhere):
     answers = everywhere[layout]
-    for name in ("tensor", "data", "expert", "expert_tensor", "expert_data"):
+    for name in ("tensor", "data", "expert", "expert_data"):
         groups = {tuple(rank["members"][name]) for rank in answers}
         assert all(len(group) == answers[0]["parallel"][name] for group in groups)
         assert sorted(rank for group in groups for rank in group) == list(range(len(answers)))
-    for first, second in (("tensor", "data"), ("expert", "expert_data"), ("expert", "expert_tensor")):
+    for first, second in (("tensor", "data"), ("expert", "expert_data")):
         for rank in answers:
             assert len(set(rank["members"][first]) & set(rank["members"][second])) == 1
 
 
 def test_ranks_of_a_group_have_different_places_in_it(layout, everywhere):
     answers = everywhere[layout]
-    for name in ("tensor", "data", "expert", "expert_tensor"):
+    for name in ("tensor", "data", "expert"):
         for rank in answers:
             places = [answers[other]["parallel"][f"{name}_rank"] for other in rank["members"][name]]
             assert places == list(range(len(places)))

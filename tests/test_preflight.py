@@ -180,7 +180,7 @@ def test_both_ways_of_sampling_are_among_the_fastest_and_a_side_that_does_not_fi
 def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out
-    assert "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert_tensor 1 x expert 16 x expert_data 1" in text
+    assert "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert 16 x expert_data 1" in text
     assert "logits chunk              0.500 GiB, within the activations" in text  # 2 copies of 2^26 fp32 numbers
     assert "verdict: fits" in text
 

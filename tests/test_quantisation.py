@@ -27,7 +27,7 @@ from inputs.files import InputError
 from inputs.hf_config import INT4_GROUP
 from parallel_setup import Parallel
 
-LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", ci("ETP2"), ci("EP2_DP4")]
+LAYOUTS = ["TP1", "TP2_EP2_DP2", ci("EP2_DP4")]
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 TOLERANCE = 1e-4  # of a gradient, relative to its largest element
 SIZES = {"moe_intermediate_size": 128}  # a quarter of it is a whole group
@@ -193,15 +193,14 @@ def test_bounded_pieces_give_the_product_and_the_gradient_of_the_whole(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("expert_tensor", "sizes", "said"),
+    ("sizes", "said"),
     [
-        (1, {"hidden_size": 80}, "int4 with 80 hidden_size; needed: a multiple of 32"),
-        (4, {"moe_intermediate_size": 64}, "int4 with 16 columns of an expert on a rank; needed: a multiple of 32"),
+        ({"hidden_size": 80}, "int4 with hidden_size 80; needed: a multiple of 32"),
+        ({"moe_intermediate_size": 48}, "int4 with moe_intermediate_size 48; needed: a multiple of 32"),
     ],
 )
-def test_sizes_that_cut_a_group_are_refused(expert_tensor: int, sizes: dict, said: str, tmp_path: Path) -> None:
+def test_sizes_that_cut_a_group_are_refused(sizes: dict, said: str, tmp_path: Path) -> None:
     arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", **sizes))
     for name, refused in (("int4", True), ("none", False)):
-        changes = {"model__quantisation": name, "parallel__expert_tensor": expert_tensor}
-        problems = layout_rules.layout_problems(training.config(tmp_path, tmp_path, **changes), arch, expert_tensor)
+        problems = layout_rules.layout_problems(training.config(tmp_path, tmp_path, model__quantisation=name), arch, 1)
         assert (said in "; ".join(problems)) == refused

@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_woul
     training.assert_same_metrics(training.only_run(cfg), plain)
 
 
-@pytest.mark.parametrize("layout", ["EP2", *map(ci, ["TP2_EP2_ETP2", "TP1", "DP2", "TP2"])])
+@pytest.mark.parametrize("layout", ["EP2", *map(ci, ["TP2_EP4", "TP1", "DP2", "TP2"])])
 def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_path) -> None:
     copy = rewound(plain, tmp_path, 2)
     changes = EVERYTHING | {"train__keep_last": 9, "train__resume": str(copy)}

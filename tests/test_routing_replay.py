@@ -83,7 +83,7 @@ def test_own_routes_and_none_change_no_bit_and_other_routes_or_routes_one_token_
 def test_every_layout_records_the_same_routes(answers):
     whole = answers["TP1"][0]["routes"]
     for layout in LAYOUTS:
-        ranks, tensor, _, _ = world.LAYOUTS[layout]
+        ranks, tensor, _ = world.LAYOUTS[layout]
         rows = whole.chunk(ranks // tensor)
         assert all(torch.equal(answer["routes"], rows[i // tensor]) for i, answer in enumerate(answers[layout]))
 

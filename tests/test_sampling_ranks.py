@@ -97,7 +97,7 @@ def test_two_trainers_and_two_samplers_under_torchrun_write_what_two_ranks_write
         nightly("EP2", BF16 | {"rollout__sync": "adapter", "optim__prompts_per_update": 3}),
         nightly("DP2", {"aqn__schedule": "constant"}),
         nightly("TP2", {"rollout__dynamic_rounds": 2}),
-        nightly("ETP2", {"replay__mode": "r2", "eval__every": 1}),
+        nightly("EP2", {"replay__mode": "r2", "eval__every": 1}),
         nightly("TP1", {"eval__every": 0}),
     ],
 )

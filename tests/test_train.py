@@ -32,8 +32,8 @@ from inputs import check
 from inputs.files import InputError
 from inputs.scoring import Scorer
 
-FIRST = ["TP2_EP2_DP2", "TP2_EP2_ETP2"]
-ELSEWHERE = ("TP1", "TP8", "TP4_EP4_ETP4")  # test_lora.py covers the kinds of the last two
+FIRST = ["TP2_EP2_DP2", "TP2_EP4"]
+ELSEWHERE = ("TP1", "TP8")  # test_lora.py covers the kind of the last one
 OTHERS = [name for name in world.LAYOUTS if name not in (*FIRST, *ELSEWHERE)]
 LAYOUTS = [*FIRST, *map(nightly, OTHERS)]
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}

@@ -331,7 +331,7 @@ FEW_OF_THEM = ("one prompt", "two questions")
 UNUSUAL = [one if one[0] in FEW_OF_THEM else nightly(*one) for one in LEGITIMATE.items()]
 ON_SEVERAL_RANKS = {
     "two updates, router": ("TP2_EP2_DP2", {"lora__targets": ("linear_qkv", "router"), "optim__prompts_per_update": 2}),
-    "bf16, split experts": ("TP2_EP2_ETP2", {"model__dtype": "bf16"}),
+    "bf16, split experts": ("TP2_EP4", {"model__dtype": "bf16"}),
     "bf16, merged": ("EP2_DP4", {"model__dtype": "bf16", "rollout__sync": "merged"}),
 }
 PLACES = [("TP1", "fp32"), ("DP2", "fp32"), ("TP1", "bf16"), ("EP2", "fp32"), ("TP1", "fp32"), ("TP2", "bf16")]

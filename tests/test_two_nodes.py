@@ -83,7 +83,7 @@ def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, undisturbe
     ended = on_two_nodes(tmp_path, "train_grpo.py", configuration(model, tmp_path), restarts=1, plant=lost)
     text = "".join(text for _, text in ended)
     assert [code for code, _ in ended] == [0, 0], text
-    assert "layout: 2 ranks = tensor 1 x data 2 = expert_tensor 1 x expert 2 x expert_data 1" in text
+    assert "layout: 2 ranks = tensor 1 x data 2 = expert 2 x expert_data 1" in text
     (run,) = (tmp_path / "out").glob("tiny-*")
     assert (run / "resume-1").exists(), text
     assert training.metrics(run) == undisturbed

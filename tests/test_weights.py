@@ -30,8 +30,8 @@ from inputs.files import InputError
 from parallel_setup import Parallel
 
 KINDS = ["qwen3_moe", "qwen2_moe"]
-LAYOUTS = ["TP1", "TP2_EP2_DP2", "TP2_EP2_ETP2", *map(ci, ["DP2", "TP2", "EP2", "TP2_EP2", "EP2_DP4"])]
-LAYOUTS += map(nightly, ["TP8_EP8", "TP4_EP4_ETP4", "TP4_EP16"])
+LAYOUTS = ["TP1", "TP2_EP2_DP2", *map(ci, ["DP2", "TP2", "EP2", "TP2_EP2", "EP2_DP4"])]
+LAYOUTS += map(nightly, ["TP8_EP8", "TP4_EP16"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"

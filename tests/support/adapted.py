@@ -28,7 +28,7 @@ def lora_config(**changes) -> LoraConfig:
 
 def placed(cfg: Config, parallel: Parallel) -> Config:
     """``cfg`` with the sizes of the layout that is open."""
-    sizes = {name: getattr(parallel, name) for name in ("tensor", "expert", "expert_tensor")}
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "expert")}
     return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=sizes)})
 
 

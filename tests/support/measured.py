@@ -22,11 +22,10 @@ import weights_hf
 from parallel_setup import Parallel
 
 CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
-    "tensor": ["TP2", "TP2_EP2_ETP2", "TP4_EP16"],
-    "expert_tensor": ["ETP2", "TP2_EP2_ETP2", "TP4_EP4_ETP4"],
+    "tensor": ["TP2", "TP2_EP2_DP2", "TP4_EP16"],
     "data": ["DP2", "EP2", "TP2_EP2_DP2", "TP4_EP16"],
     "expert_data": ["DP2", "EP2_DP4", "TP2_EP2_DP2"],
-    "experts as dense": ["EP2", "TP2_EP2_ETP2", "TP4_EP16"],
+    "experts as dense": ["EP2", "TP2_EP4", "TP4_EP16"],
 }
 
 
@@ -87,7 +86,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
     out["norm with copies"] = float(parallel.gradient_norm(list(factors.values())))
     Parallel.copies = copies
     out["with gradient"] = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    sizes = parallel.world_size, parallel.tensor, parallel.expert, parallel.expert_tensor
+    sizes = parallel.world_size, parallel.tensor, parallel.expert
     for control in (control for control in CONTROLS if sizes in [world.LAYOUTS[name] for name in CONTROLS[control]]):
         with _left_out(control, parallel, factors):
             out[control] = gradient_error(adapters, shares, arch, parallel, expected)

@@ -100,16 +100,16 @@ def scaled(factor: Callable[[torch.nn.Parameter], float]) -> Plant:
 
 def is_replicated(parameter: torch.nn.Parameter) -> bool:
     """Whether every tensor rank has this factor and a part of its gradient."""
-    return parameter.partial_over == "tensor"
+    return parameter.is_partial
 
 
 def without_tensor_sum(real: Callable, parallel: Parallel, parameters: list[torch.nn.Parameter]) -> None:
-    kept = [parameter.partial_over for parameter in parameters]
+    kept = [parameter.is_partial for parameter in parameters]
     for parameter in parameters:
-        parameter.partial_over = None
+        parameter.is_partial = False
     real(parallel, parameters)
-    for parameter, group in zip(parameters, kept, strict=True):
-        parameter.partial_over = group
+    for parameter, is_partial in zip(parameters, kept, strict=True):
+        parameter.is_partial = is_partial
 
 
 def over_the_wrong_group(real: Callable, parallel: Parallel, parameters: list[torch.nn.Parameter]) -> None:

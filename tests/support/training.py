@@ -89,8 +89,8 @@ def run_all(jobs: dict[str, tuple[str, Config]]) -> dict[str, Path]:
 
 def in_layout(cfg: Config, layout: str) -> Config:
     """The configuration with the sizes of one of world.LAYOUTS."""
-    _, tensor, expert, expert_tensor = world.LAYOUTS[layout]
-    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    _, tensor, expert = world.LAYOUTS[layout]
+    sizes = {"tensor": tensor, "expert": expert}
     return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=sizes)})
 
 

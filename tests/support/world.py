@@ -29,26 +29,23 @@ import parallel_setup
 from knobs import ParallelConfig
 
 LIMIT = 120  # seconds that launched ranks wait for each other
-LAYOUTS = {  # name: (ranks, tensor, expert, expert_tensor)
-    "TP1": (1, 1, 1, 1),
-    "DP2": (2, 1, 1, 1),
-    "TP2": (2, 2, 1, 1),
-    "EP2": (2, 1, 2, 1),
-    "ETP2": (2, 1, 1, 2),
-    "TP2_EP2": (2, 2, 2, 1),
-    "EP2_DP4": (4, 1, 2, 1),
-    "TP2_EP2_DP2": (4, 2, 2, 1),
-    "TP2_EP4": (4, 2, 4, 1),
-    "TP2_EP2_ETP2": (4, 2, 2, 2),
-    "TP4_EP4": (4, 4, 4, 1),
-    "TP4_EP4_DP2": (8, 4, 4, 1),
-    "TP8": (8, 8, 1, 1),
-    "TP8_EP8": (8, 8, 8, 1),
-    "TP4_EP4_ETP4": (16, 4, 4, 4),
-    "TP4_EP16": (16, 4, 16, 1),
+LAYOUTS = {  # name: (ranks, tensor, expert)
+    "TP1": (1, 1, 1),
+    "DP2": (2, 1, 1),
+    "TP2": (2, 2, 1),
+    "EP2": (2, 1, 2),
+    "TP2_EP2": (2, 2, 2),
+    "EP2_DP4": (4, 1, 2),
+    "TP2_EP2_DP2": (4, 2, 2),
+    "TP2_EP4": (4, 2, 4),
+    "TP4_EP4": (4, 4, 4),
+    "TP4_EP4_DP2": (8, 4, 4),
+    "TP8": (8, 8, 1),
+    "TP8_EP8": (8, 8, 8),
+    "TP4_EP16": (16, 4, 16),
 }
 # Every dimension alone and beside others.
-FEW = ("TP1", "DP2", "TP2", "EP2", "TP2_EP2", "TP2_EP2_DP2", "TP2_EP2_ETP2")
+FEW = ("TP1", "DP2", "TP2", "EP2", "TP2_EP2", "TP2_EP2_DP2")
 
 
 def tiered(layout: str, *values: object) -> ParameterSet:
@@ -229,8 +226,8 @@ def in_layouts(names: list[str], function: Callable, *args) -> dict[str, list]:
 
 def open_layout(name: str) -> parallel_setup.Parallel:
     """Megatron's groups for one of LAYOUTS in the current world."""
-    _, tensor, expert, expert_tensor = LAYOUTS[name]
-    sizes = ParallelConfig(tensor=tensor, expert=expert, expert_tensor=expert_tensor, timeout_seconds=LIMIT)
+    _, tensor, expert = LAYOUTS[name]
+    sizes = ParallelConfig(tensor=tensor, expert=expert, timeout_seconds=LIMIT)
     return parallel_setup.open_layout(sizes, Place.device)
 
 
