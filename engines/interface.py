@@ -31,7 +31,7 @@ class Completion:
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
 
 
-class Rule(NamedTuple):
+class SamplingParams(NamedTuple):
     """How completions are sampled. Temperature 0 is greedy."""
 
     max_new_tokens: int
@@ -115,22 +115,22 @@ class Engine(Protocol):
         Temperature 0 is greedy. The random numbers of prompt i depend on seeds[i] alone, so
         the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
         """
-        rule = Rule(max_new_tokens, temperature)
+        params = SamplingParams(max_new_tokens, temperature)
         check_call(
-            self.arch, prompts, seeds, num_samples, rule, return_routed_experts, self.ready, self.positions
+            self.arch, prompts, seeds, num_samples, params, return_routed_experts, self.ready, self.positions
         )  # fmt: skip
-        kinds = [(1, rule._replace(temperature=0.0))] * greedy_first + [(num_samples, rule)]
+        kinds = [(1, params._replace(temperature=0.0))] * greedy_first + [(num_samples, params)]
         return self._sample_kinds(prompts, seeds, kinds, return_routed_experts)
 
     def _sample_kinds(
-        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, Rule]], routed: bool
+        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, SamplingParams]], routed: bool
     ) -> list[list[Completion]]:
-        """For each prompt the completions of all ``kinds``, (number of samples, rule). The call has been checked."""
-        by_kind = [self._sample(prompts, seeds, num_samples, rule, routed) for num_samples, rule in kinds]
+        """For each prompt the completions of all ``kinds``, (number of samples, params). The call has been checked."""
+        by_kind = [self._sample(prompts, seeds, num_samples, params, routed) for num_samples, params in kinds]
         return [sum(groups, []) for groups in zip(*by_kind, strict=True)]
 
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
     ) -> list[list[Completion]]:
         """The part of `sample` that is the engine's own, unless it has its own `_sample_kinds`."""
         raise TypeError(f"{type(self).__name__} has neither _sample nor _sample_kinds")
@@ -180,7 +180,7 @@ def check_call(
     prompts: list[list[int]],
     seeds: list[int],
     num_samples: int,
-    rule: Rule,
+    params: SamplingParams,
     routed: bool,
     ready: bool,
     positions: int,
@@ -195,17 +195,17 @@ def check_call(
         (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
         (len(seeds) != len(prompts), f"{len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt"),
         (
-            min(num_samples, rule.max_new_tokens) < 1,
-            f"num_samples {num_samples}, max_new_tokens {rule.max_new_tokens}; needed: >= 1",
+            min(num_samples, params.max_new_tokens) < 1,
+            f"num_samples {num_samples}, max_new_tokens {params.max_new_tokens}; needed: >= 1",
         ),
-        (not 0 <= rule.temperature < float("inf"), f"temperature {rule.temperature}; needed: >= 0 and finite"),
+        (not 0 <= params.temperature < float("inf"), f"temperature {params.temperature}; needed: >= 0 and finite"),
         (
             routed and not (any(arch.moe_layers) and arch.num_experts <= 256),
             f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "
             "layers; needed: at most 256 experts and at least one MoE layer",
         ),
     )
-    longest = positions - rule.max_new_tokens
+    longest = positions - params.max_new_tokens
     for i, prompt in enumerate(prompts):
         refuse_first(
             f"sample: prompt {i} ",
@@ -216,7 +216,7 @@ def check_call(
             ),
             (
                 len(prompt) > longest,
-                f"has {len(prompt)} tokens, which with max_new_tokens {rule.max_new_tokens} exceeds the {positions} "
+                f"has {len(prompt)} tokens, which with max_new_tokens {params.max_new_tokens} exceeds the {positions} "
                 "positions of the engine",
             ),
         )

@@ -6,6 +6,7 @@ P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary,
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,19 @@ from architecture import Architecture, layers
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
-from engines.interface import Completion, Engine, Rule, Stack, fault_of_log_probs
+from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
 from inputs.files import InputError
 from knobs import Config, LoraConfig
+
+
+class _Part(NamedTuple):
+    """Samples of each prompt that are drawn at once."""
+
+    samples: range  # their numbers
+    num_samples: int  # of each prompt in all
+    params: SamplingParams
 
 
 class TorchSampler(Engine):
@@ -78,32 +87,47 @@ class TorchSampler(Engine):
 
     @torch.inference_mode()
     def _sample_kinds(
-        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, Rule]], routed: bool
+        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, SamplingParams]], routed: bool
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for first in range(0, max(num_samples for num_samples, _ in kinds), self.max_sequences):
-            chosen = [(range(first, min(n, first + self.max_sequences)), n, rule) for n, rule in kinds if n > first]
-            step = self.max_sequences // max(len(samples) for samples, _, _ in chosen)
-            for wave in (by_length[start : start + step] for start in range(0, len(prompts), step)):
-                of_wave, new_tokens = [prompts[i] for i in wave], chosen[0][2].max_new_tokens
-                hidden, caches, prompt_routes = self.decoder.prefill(
-                    of_wave, [len(samples) for samples, _, _ in chosen], new_tokens, self.pad_token, beat=self.beat
-                )
-                # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
-                for (samples, num_samples, rule), cache in zip(chosen, caches, strict=True):
-                    uniforms = self._uniforms([seeds[i] for i in wave], samples, num_samples, rule)
-                    answers = self._run_wave(of_wave, hidden, cache, uniforms, rule, prompt_routes if routed else None)
-                    for row, answer in enumerate(answers):
-                        completions[wave[row // len(samples)]].append(answer)
+            parts = [
+                _Part(range(first, min(num_samples, first + self.max_sequences)), num_samples, params)
+                for num_samples, params in kinds
+                if num_samples > first
+            ]
+            prompts_at_once = self.max_sequences // max(len(part.samples) for part in parts)
+            for start in range(0, len(prompts), prompts_at_once):
+                wave = by_length[start : start + prompts_at_once]
+                answers = self._sample_wave([prompts[i] for i in wave], [seeds[i] for i in wave], parts, routed)
+                for i, of_prompt in zip(wave, answers, strict=True):
+                    completions[i] += of_prompt
         return completions
 
-    def _uniforms(self, seeds: list[int], samples: range, num_samples: int, rule: Rule) -> Tensor | None:
+    def _sample_wave(
+        self, prompts: list[list[int]], seeds: list[int], parts: list[_Part], routed: bool
+    ) -> list[list[Completion]]:
+        """The completions of all ``parts`` for prompts that are computed at once."""
+        new_tokens = parts[0].params.max_new_tokens
+        hidden, caches, prompt_routes = self.decoder.prefill(
+            prompts, [len(part.samples) for part in parts], new_tokens, self.pad_token, beat=self.beat
+        )
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
+        for (samples, num_samples, params), cache in zip(parts, caches, strict=True):
+            uniforms = self._uniforms(seeds, samples, num_samples, params)
+            answers = self._run_wave(prompts, hidden, cache, uniforms, params, prompt_routes if routed else None)
+            for row, answer in enumerate(answers):
+                completions[row // len(samples)].append(answer)
+        return completions
+
+    def _uniforms(self, seeds: list[int], samples: range, num_samples: int, params: SamplingParams) -> Tensor | None:
         """A number for each token of the ``samples`` of each prompt, (N, R, 1); None if the choice is greedy."""
-        if rule.temperature == 0:
+        if params.temperature == 0:
             return None
-        table = uniforms_of(seeds, num_samples, rule.max_new_tokens)[:, samples.start : samples.stop, :, None]
+        table = uniforms_of(seeds, num_samples, params.max_new_tokens)[:, samples.start : samples.stop, :, None]
         return table.flatten(0, 1).transpose(0, 1).to(self.decoder.device)
 
     def _run_wave(
@@ -112,14 +136,14 @@ class TorchSampler(Engine):
         hidden: Tensor,
         cache: LineCache | RowCache,
         uniforms: Tensor | None,
-        rule: Rule,
+        params: SamplingParams,
         prompt_routes: Tensor | None,
     ) -> list[Completion]:
         """``cache.samples`` completions of each prompt, in one list. ``uniforms``: see _uniforms.
 
         ``hidden``: of the last tokens of the prompts, (P, h). With the ``prompt_routes`` the completions have routes.
         """
-        decoder, device, new_tokens = self.decoder, self.decoder.device, rule.max_new_tokens
+        decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
         num_samples, rows = cache.samples, len(prompts) * cache.samples
         hidden = hidden.repeat_interleave(num_samples, 0)
         # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
@@ -132,7 +156,7 @@ class TorchSampler(Engine):
         for n in range(new_tokens):
             self.beat()
             uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
-            token, logp = pick(decoder.logits(hidden), uniform, rule.temperature)
+            token, logp = pick(decoder.logits(hidden), uniform, params.temperature)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
             row_ids = row_ids.masked_fill(self.is_stop[token], rows)
@@ -148,15 +172,15 @@ class TorchSampler(Engine):
 
         generated = (tokens >= 0).sum(0).tolist()
         tokens, logps, answers = tokens.t().tolist(), logps.t().tolist(), []
+        for row, count in enumerate(generated[:rows]):
+            reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
+            answers.append(Completion(tokens[row][:count], logps[row][:count], reason))
         if routes is not None:
             routes, prompt_routes = routes.cpu(), prompt_routes.cpu()
-        for row, count in enumerate(generated[:rows]):
-            experts, prompt = None, row // num_samples
-            if routes is not None:
+            for row, answer in enumerate(answers):
+                prompt = row // num_samples
                 of_prompt = prompt_routes[prompt, : len(prompts[prompt])]
-                experts = torch.cat([of_prompt, routes[: count - 1, row]]).numpy()
-            reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
-            answers.append(Completion(tokens[row][:count], logps[row][:count], reason, experts))
+                answer.routed_experts = torch.cat([of_prompt, routes[: generated[row] - 1, row]]).numpy()
         if fault := fault_of_log_probs([answers], decoder.dtype):
             raise InputError(fault)
         return answers

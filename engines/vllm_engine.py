@@ -28,7 +28,7 @@ from engines.drawing import uniforms_of
 from engines.interface import (
     Completion,
     Engine,
-    Rule,
+    SamplingParams,
     Stack,
     TensorStream,
     check_arrival,
@@ -295,12 +295,12 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------- sampling
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, rule: Rule, routed: bool
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
     ) -> list[list[Completion]]:
         """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler."""
-        from vllm import SamplingParams
+        import vllm
 
-        temperature = rule.temperature
+        temperature = params.temperature
         refuse_first(
             "sample: ",
             (
@@ -313,12 +313,12 @@ class VllmEngine(Engine):
             ),
         )
         places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
-        uniforms = uniforms_of(seeds, num_samples, rule.max_new_tokens).flatten(0, 1) if temperature else None
+        uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
         self.draws.set_table(uniforms)
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
-        rules = [
-            SamplingParams(
-                temperature=temperature, seed=row, max_tokens=rule.max_new_tokens,
+        requests = [
+            vllm.SamplingParams(
+                temperature=temperature, seed=row, max_tokens=params.max_new_tokens,
                 logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
             )
             for row in range(len(places))
@@ -327,7 +327,7 @@ class VllmEngine(Engine):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
             adapter = self.adapter and self.adapter.request()
             answers = (
-                self.llm.generate(asked, rules, use_tqdm=False, lora_request=adapter)
+                self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
                 if asked or self.lockstep  # in lockstep, ranks without prompts take part too
                 else []
             )

@@ -137,11 +137,13 @@ class VllmShaped(Engine):
         }
         return groups | {f"layer {i} experts": list(self.own) for i, moe in enumerate(self.arch.moe_layers) if moe}
 
-    def _sample(self, prompts: list, seeds: list[int], num_samples: int, rule, routed: bool) -> list[list[Completion]]:
+    def _sample(
+        self, prompts: list, seeds: list[int], num_samples: int, params, routed: bool
+    ) -> list[list[Completion]]:
         answers, logp = [], -5.0 - sum(self.norms.values())  # noise on the norms shows in it
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
-            lengths = torch.randint(1, rule.max_new_tokens + 1, (num_samples,), generator=generator).tolist()
+            lengths = torch.randint(1, params.max_new_tokens + 1, (num_samples,), generator=generator).tolist()
             drawn = [torch.randint(40, self.arch.vocab_size, (n,), generator=generator).tolist() for n in lengths]
             answers.append([Completion(tokens, [logp] * len(tokens), "stop") for tokens in drawn])
         return answers
