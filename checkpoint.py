@@ -7,19 +7,16 @@ run_dir/checkpoints/step-000020/          "20 steps are done"
 A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
 """
 
-import errno
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from config import changes_at_resume, config_hash, flatten, to_dict
@@ -35,20 +32,12 @@ from inputs.files import (
 )
 from knobs import Config
 from run_record import lock_run, sha256_file
+from weights_hf import save_file
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
 NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")
 
 LEFTOVER = re.compile(r"\.tmp-(discarded-)?(\.replaced-)?step-[0-9]{6,}")  # left by a process that was killed
-SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
-
-
-class Pending(NamedTuple):
-    """A tensor that is made when it is written, and dropped afterwards."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]  # may be collective
 
 
 @dataclass(frozen=True)
@@ -79,66 +68,22 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor | Pending]) -> str:
-    """Write a safetensors file with one tensor in memory at a time, and return its sha256.
-
-    The save_file of safetensors needs all tensors at once. The format: the length of the header in 8 bytes; the header,
-    JSON padded with spaces to a multiple of 8; the bytes of the tensors, in the order of the header.
-    """
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + _num_bytes(tensor)
-        dtype, shape = SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-
-        def write(data: bytes | memoryview) -> None:
-            digest.update(data)
-            file.write(data)
-
-        write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            value = tensor.make() if isinstance(tensor, Pending) else tensor
-            assert value.shape == tensor.shape and value.dtype == tensor.dtype, name
-            value = value.detach().cpu().contiguous()
-            write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
-            del value
-    return digest.hexdigest()
-
-
-def _num_bytes(tensor: Tensor | Pending) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def save(
     run_dir: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor | Pending]],
+    tensors: Mapping[str, dict[str, Tensor]],
     state: dict[str, Any],
     cfg: Config,
-    writes: bool = True,
-    check: Callable[[Checkpoint | None], None] | None = None,
-) -> Path | None:
+    check: Callable[[Checkpoint], None] = lambda written: None,
+) -> Path:
     """Write the checkpoint of ``step`` finished steps, keep the newest cfg.train.keep_last, and return its folder.
 
-    One process ``writes``. Every other process makes the pending tensors at the same time, because that is collective,
-    and drops them. The run's .jsonl files are forced to the disk before, because a resume needs their lines up to this
-    step. Checkpoints of later steps are removed: they were made before the run was rewound. An earlier checkpoint of
-    the same step is replaced. Raises InputError when the disk is full or cannot be written; the earlier checkpoints
-    then stay as they were. So they do if ``check`` raises: it gets what the files hold, before their folder has its
-    name, and None on a process that does not write.
+    One process calls it, with all tensors on the host, each contiguous and in memory of its own. The run's .jsonl files
+    are forced to the disk before, because a resume needs their lines up to this step. Checkpoints of later steps are
+    removed: they were made before the run was rewound. An earlier checkpoint of the same step is replaced. Raises
+    InputError when the disk is full or cannot be written; the earlier checkpoints then stay as they were. They also
+    stay if ``check`` raises: it gets what the files hold, before their folder has its name.
     """
-    if not writes:
-        for tensor in (
-            tensor for named in tensors.values() for tensor in named.values() if isinstance(tensor, Pending)
-        ):
-            tensor.make()
-        if check:
-            check(None)
-        return None
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
     aside = folder / f".tmp-{target.name}"
@@ -151,45 +96,42 @@ def save(
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
         aside.mkdir()
-        files = {f"{kind}.safetensors": named for kind, named in tensors.items()}
-        checksums = {name: _write_tensors(aside / name, named) for name, named in files.items()}
+        for kind, named in tensors.items():
+            save_file(named, aside / f"{kind}.safetensors")
         about = {"step": step, "config": to_dict(cfg), "config_hash": config_hash(cfg), "state": state}
         write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
-        checksums["state.json"] = sha256_file(aside / "state.json")
+        checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
         write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
         for path in aside.iterdir():
             fsync_path(path)
         fsync_path(aside)
-        if check:
-            check(load(aside, verified=True))  # mapped: only what is compared is read, and it is not allocated
+        check(load(aside, verified=True))  # mapped: only what is compared is read, and it is not allocated
         if target.exists():
             if replaced.exists():
                 _discard(replaced)
             os.rename(target, replaced)  # still found by latest() if the process is killed here
         os.rename(aside, target)
         fsync_path(folder)
-    except OSError as error:
-        raise InputError(_write_failure(target, tensors, error)) from error
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{target}: checkpoint not written: {one_line(error)}; earlier checkpoints are intact, the run can be "
+            "resumed"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure; otherwise it has its name
+    _remove_old(folder, step, cfg.train.keep_last)
+    return target
+
+
+def _remove_old(folder: Path, step: int, keep_last: int) -> None:
+    """Remove the checkpoints but the newest ``keep_last`` up to ``step``, and what a kill left of replaced ones."""
     kept = [path for number, path in _candidates(folder) if number <= step and path.name == f"step-{number:06d}"]
     for _, path in _candidates(folder):
-        if path not in kept[: cfg.train.keep_last]:
+        if path not in kept[:keep_last]:
             try:
                 _discard(path)
             except OSError as error:
                 print(f"warning: {path}: an old checkpoint that cannot be removed: {error.strerror}", flush=True)
-    return target
-
-
-def _write_failure(target: Path, tensors: Mapping[str, Mapping[str, Tensor | Pending]], error: OSError) -> str:
-    """The message, in one line, for a checkpoint that could not be written."""
-    reason = error.strerror or str(error)
-    if error.errno == errno.ENOSPC:
-        size = sum(_num_bytes(tensor) for named in tensors.values() for tensor in named.values())
-        free = shutil.disk_usage(target.parent.parent).free
-        reason = f"disk full: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
-    return f"{target}: checkpoint not written: {reason}; earlier checkpoints are intact, the run can be resumed"
 
 
 def verify(path: Path, only: str | None = None) -> None:
@@ -270,27 +212,40 @@ def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:
         )
 
 
-def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoint | None:
-    """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
+class Candidate(NamedTuple):
+    """A run that train.resume=auto may resume."""
 
-    A suitable run has this name and a configuration with which a resume may go on, is not finished, has a checkpoint
-    with right checksums, and is not being written by a live process. Without one, the newest other run of this name
-    that has a checkpoint and is not finished decides: InputError names what has changed since. If a newer run is
-    finished, ``say`` is told instead, and a new run begins; so it is told if the newest run has no checkpoint.
-    """
+    run_dir: Path
+    is_finished: bool
+    newest: Checkpoint | None  # with right checksums; None also for a finished run
+
+
+def runs_of(cfg: Config) -> list[Path]:
+    """The folders of the runs with the name of ``cfg``, the newest first."""
     pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     out_dir = Path(cfg.train.out_dir)
-    matches = [(pattern.fullmatch(path.name), path) for path in out_dir.iterdir()] if out_dir.is_dir() else []
-    # A process that was killed while it made its folder has left no run.json, and nothing to resume.
-    started = [(match, path) for match, path in matches if match and (path / "run.json").exists()]
-    runs = sorted((match[1], int(match[2] or 1), path) for match, path in started)
-    others: list[tuple[Path, Checkpoint | None]] = []  # runs that do not go on, the newest first
-    for _, _, run_dir in reversed(runs):
-        newest = None
+    runs = []
+    for path in out_dir.iterdir() if out_dir.is_dir() else []:
+        match = pattern.fullmatch(path.name)
+        # A process that was killed while it made its folder has left no run.json, and nothing to resume.
+        if match and (path / "run.json").exists():
+            runs.append((match[1], int(match[2] or 1), path))
+    return [path for *_, path in sorted(runs, reverse=True)]
+
+
+def candidates(cfg: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
+    """The runs with the name of ``cfg`` that no live process writes, the newest first.
+
+    InputError if a live process writes a run with the very configuration ``cfg``. A checkpoint is verified, which may
+    take seconds, when its run's turn comes.
+    """
+    for run_dir in runs_of(cfg):
+        if (run_dir / "finished.json").exists():
+            yield Candidate(run_dir, True, None)
+            continue
         try:
-            if not (run_dir / "finished.json").exists():
-                with lock_run(run_dir):
-                    newest = latest(run_dir, say)
+            with lock_run(run_dir):
+                newest = latest(run_dir, say)
         except BlockingIOError:
             if read_object(run_dir / "run.json").get("config_hash") == config_hash(cfg):
                 raise InputError(
@@ -301,18 +256,29 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
         except OSError as error:
             say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
         else:
-            if newest and not changes_at_resume(newest.config, cfg)[0]:
-                return newest
-            others.append((run_dir, newest))
-    finished_since = False
-    for place, (run_dir, newest) in enumerate(others):
-        if newest and not finished_since:
-            check_resume(newest, cfg)
-        elif newest:
-            say(f"note: {run_dir}: not finished, and left: {'; '.join(changes_at_resume(newest.config, cfg)[0][:10])}")
-            break
-        elif (run_dir / "finished.json").exists():
-            finished_since = True
-        elif place == 0:
-            say(f"note: {run_dir}: not finished, and without a usable checkpoint; that folder is left")
+            yield Candidate(run_dir, False, newest)
+
+
+def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoint | None:
+    """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
+
+    A suitable run has this name and a configuration with which a resume may go on, is not finished, has a checkpoint
+    with right checksums, and is not being written by a live process. Without one, the newest other run of this name
+    that has a checkpoint and is not finished decides: InputError names what has changed since. If a newer run is
+    finished, ``say`` is told instead, and a new run begins; so it is told if the newest run has no checkpoint.
+    """
+    others: list[Candidate] = []
+    for run in candidates(cfg, say):
+        if run.newest and not changes_at_resume(run.newest.config, cfg)[0]:
+            return run.newest
+        others.append(run)
+    if others and not others[0].is_finished and not others[0].newest:
+        say(f"note: {others[0].run_dir}: not finished, and without a usable checkpoint; that folder is left")
+    changed = next((run for run in others if run.newest), None)
+    if changed is None:
+        return None
+    if not any(run.is_finished for run in others[: others.index(changed)]):
+        check_resume(changed.newest, cfg)  # raises InputError
+    changes = changes_at_resume(changed.newest.config, cfg)[0]
+    say(f"note: {changed.run_dir}: not finished, and left: {'; '.join(changes[:10])}")
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,11 +19,9 @@ from torch.optim.adamw import adamw
 
 import adapter_weights
 import grpo
-import lora_megatron
 import packing
 import rollout
 import routing_replay
-from checkpoint import Pending
 from engines.interface import Completion
 from inputs import functions
 from inputs.files import InputError, shown
@@ -331,19 +329,17 @@ class Learner:
 
     # -------------------------------------------------------------------------------------------- its state
 
-    def state(self) -> tuple[dict[str, dict[str, Pending]], dict[str, int]]:
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         """Whole factors and moments by Hugging Face name, which any layout can load, and the count of optimizer steps.
 
-        A tensor is gathered when it is made, which is collective: all ranks make all of them, in this order.
+        Collective. Rank 0 gets the tensors, on the host; the other ranks get none.
         """
-        whole: dict[str, dict[str, Pending]] = defaultdict(dict)
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind, *_ in self.saved_parts()}
         for kind, ending, values in self.saved_parts():
-            for name, value in values.items():
-                factor = self.policy.factors[name]
-                make = functools.partial(adapter_weights.whole, name, factor, value, self.arch, self.parallel, True)
-                shape = lora_megatron.whole_shape(factor, self.parallel)
-                whole[kind][adapter_weights.hf_name(name, self.arch) + ending] = Pending(shape, value.dtype, make)
-        return whole, {"optimizer_steps": self.optimizer_steps}
+            for name, whole in self.policy.gathered(values):
+                if whole is not None:
+                    tensors[kind][name + ending] = whole
+        return tensors, {"optimizer_steps": self.optimizer_steps}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:

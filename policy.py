@@ -87,6 +87,13 @@ class Policy:
             whole = adapter_weights.whole(name, factor, values[name].detach(), self.arch, self.parallel)
             yield hf_name(name, self.arch), whole
 
+    def gathered(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors of `whole`, on the host of rank 0; the other ranks get None. The device holds one at a time."""
+        for name, value in (self.factors if values is None else values).items():
+            factor = self.factors[name]
+            whole = adapter_weights.whole(name, factor, value.detach(), self.arch, self.parallel, join_on_host=True)
+            yield hf_name(name, self.arch), whole.cpu().contiguous() if self.parallel.rank == 0 else None
+
     def load_(self, tensors: Mapping[str, Tensor], ending: str = "", into: Mapping[str, Tensor] | None = None) -> None:
         """Fill the factors, or ``into``, from whole tensors whose names in ``tensors`` have this ``ending``.
 

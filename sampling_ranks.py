@@ -147,9 +147,8 @@ class Bridge:
         if self.rank == 0:
             self.broadcast(self.pair, torch.zeros(1), 0, what)
         self.wait_for_first(what)
-        for _, factor in policy.whole():
-            whole = factor.cpu().contiguous()
-            if self.rank == 0:
+        for _, whole in policy.gathered():
+            if whole is not None:
                 digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
                 self.broadcast(self.pair, whole, 0, what)
         if self.rank == 0:

@@ -113,15 +113,14 @@ class Run:
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
-        checkpoint.save(
-            self.log.run_dir,
-            after_steps,
-            tensors,
-            counts,
-            self.cfg,
-            writes=parallel.rank == 0,
-            check=lambda written: self.tripwires.state(after_steps, lambda: not_saved(learner, written)),
-        )
+
+        def compare(written: checkpoint.Checkpoint | None) -> None:
+            self.tripwires.state(after_steps, lambda: not_saved(learner, written))
+
+        if parallel.rank == 0:
+            checkpoint.save(self.log.run_dir, after_steps, tensors, counts, self.cfg, compare)
+        else:
+            compare(None)
         dist.barrier()
 
     def speed(self, sampled: Sampled, timing: dict[str, float]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
     adapter_size,
     base_bytes,
+    checkpoint_bytes,
     engine_parameters,
     gathered_by_a_save,
     has_stacks,
@@ -295,6 +296,7 @@ def step_memory(
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     swapped = lora * trains * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
+    checkpoint = checkpoint_bytes(cfg, arch) * (device == "cpu")  # rank 0 has it in the memory of the host
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
@@ -311,7 +313,7 @@ def step_memory(
         + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
-        "save": resident + gathered_by_a_save(arch, cfg.lora, device),
+        "save": resident + gathered_by_a_save(arch, cfg.lora, device) + checkpoint,
     }
     kept = {"": phases, "samplers": ("load", "start", "sync", "rollout"), "trainers": TRAINING}[layout.role]
     if not trains:

@@ -50,8 +50,8 @@ def _errors(
     timer = StepTimer(Heartbeat(0, 0), 0, parallel.device)
     learner.update(batch, [], advantages.flatten(), 0, timer)
     metrics = learner.update(batch, [], advantages.flatten(), 1, timer)
-    tensors, _ = learner.state()
-    whole = {name: pending.make().detach().cpu() for part in tensors.values() for name, pending in part.items()}
+    tensors, _ = parallel.gather_objects(learner.state())[0]  # rank 0 alone gets them
+    whole = {name: tensor for part in tensors.values() for name, tensor in part.items()}
     errors = {key: abs(metrics[key] / value - 1) for key, value in expected.metrics.items()}
     for moment in MOMENTS:
         of_moment = getattr(expected, moment)
