@@ -146,8 +146,8 @@ mkdir -p "$folder" 2>/dev/null || refuse "train.out_dir: $folder cannot be made;
 exec 9>"$folder/lock"   # a stage keeps the lock as long as it lives
 flock --wait 60 9 || refuse "$folder: another first hour is at work there; end it first"
 
-# parallel_setup.py is torchrun. Without localhost, a host name that cannot be resolved hangs the start.
-torchrun=("$PYTHON" parallel_setup.py --standalone --local-addr=localhost)
+# launch/first_code.py is torchrun that ends without a traceback. Without localhost, a host name that cannot be resolved hangs the start.
+torchrun=("$PYTHON" launch/first_code.py --standalone --local-addr=localhost)
 all_ranks=("${torchrun[@]}" --nproc_per_node="$ranks")
 tested=1   # the self-test has layouts of 1, 2, 4, 8 and 16 ranks
 while [ "$tested" -lt 16 ] && [ $((2 * tested)) -le "$ranks" ]; do tested=$((2 * tested)); done

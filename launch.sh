@@ -71,10 +71,10 @@ launch() {
     # With := a key that this run does not read gets a note, and no error: the command line may choose another engine.
     overrides=("${overrides[@]/=/:=}" "${given[@]}")   # the last value of a key counts, so the command line comes last
 
-    # parallel_setup.py is torchrun that ends without a traceback.
+    # launch/first_code.py is torchrun that ends with the exit code of the first rank that failed, without a traceback.
     # --tee: the output of every rank goes to its own file in $OUT/logs/<launch>/attempt_0/<rank>/ and, after [rank], to the
     # terminal. A restart resumes from the last checkpoint, like a second start of the same command.
-    local torchrun=("$PYTHON" parallel_setup.py --nnodes="$NODES" --nproc_per_node="$RANKS_PER_NODE"
+    local torchrun=("$PYTHON" launch/first_code.py --nnodes="$NODES" --nproc_per_node="$RANKS_PER_NODE"
         --role=rank --log-dir="${OUT:-out}/logs" --tee=3 --max-restarts="${RESTARTS:-0}")
     if [ "$NODES" = 1 ]; then
         torchrun+=(--standalone --local-addr=localhost)   # otherwise a host name that cannot be resolved hangs the start

@@ -9,16 +9,13 @@ which transfer activations and gradients, use the backend of the device. Reducti
 because HCCL has no fp64.
 
 In the order of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
-`python parallel_setup.py ...` is torchrun for the run_*.sh scripts: Ctrl-C ends it with the line of rank 0 alone.
 """
 
 import contextlib
 import datetime
 import hashlib
 import json
-import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -27,9 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
-sys.path.insert(0, __file__.rpartition("/")[0])
 
 import torch
 import torch.distributed as dist
@@ -367,33 +361,3 @@ def sum_gradients_(parameters: list[Factor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad.copy_(total.view_as(parameter))
-
-
-# ------------------------------------------------------------------------------------------------ the launcher
-
-
-def launch(arguments: list[str]) -> int:
-    """torchrun with these arguments, but without tracebacks of its own: the ranks say why they end.
-
-    -> the exit code of the rank that ended first; 128 + the number of a signal that ended it, or torchrun
-    """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    print_every_letter()
-    for name in ("agent.server.api", "multiprocessing.api"):  # their lines about the end say nothing more
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(lambda record: "signal" not in record.msg)
-    try:
-        run.main(arguments)
-    except (SignalException, KeyboardInterrupt) as error:
-        return 128 + getattr(error, "sigval", signal.SIGINT)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"rank {rank} ended first, with exit code {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))

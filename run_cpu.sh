@@ -39,11 +39,11 @@ else
 fi
 
 "$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts
-# parallel_setup.py is torchrun that ends without a traceback. exec: signals reach it, and it ends its processes.
+# launch/first_code.py is torchrun that ends without a traceback. exec: signals reach it, and it ends its processes.
 # --local-addr: otherwise it hangs on a laptop whose host name cannot be resolved.
 if [ "$RESTARTS" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 fi
-exec "$VENV/bin/python" parallel_setup.py --standalone --local-addr=localhost --nproc_per_node="$NPROC" \
+exec "$VENV/bin/python" launch/first_code.py --standalone --local-addr=localhost --nproc_per_node="$NPROC" \
     --max-restarts="$RESTARTS" \
     train_grpo.py "$CONFIG" "$@"

@@ -31,9 +31,9 @@ source ./setup_cpu.sh
 set_variables
 set_up cpu smol
 
-# parallel_setup.py is torchrun that ends without a traceback. exec, where it stands before this: signals reach it, and it ends
-# its processes. --local-addr: otherwise it hangs if the host name cannot be resolved.
-on_ranks=("$VENV/bin/python" parallel_setup.py --standalone --local-addr=localhost --nproc_per_node="$NPROC")
+# launch/first_code.py is torchrun that ends without a traceback. exec, where it stands before this: signals reach it, and it
+# ends its processes. --local-addr: otherwise it hangs if the host name cannot be resolved.
+on_ranks=("$VENV/bin/python" launch/first_code.py --standalone --local-addr=localhost --nproc_per_node="$NPROC")
 
 measure() {  # $1: folder of a model
     "${on_ranks[@]}" evaluate.py configs/smol.yaml model.path="$1" data.source=gsm8k data.train_path="$GSM8K" \

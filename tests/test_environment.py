@@ -68,13 +68,13 @@ COMMANDS = {  # with a file or folder that is not there
     "train_grpo.py": ["absent"], "preflight.py": ["absent"], "evaluate.py": ["absent"], "config.py": ["absent"],
     "export.py": ["absent", "--merged", "absent-too"], "report.py": ["add", "absent"], "smol_model.py": ["README.md"],
     "sweep.py": ["absent", "--list"],
-    "parallel_setup.py": ["--standalone", "--local-addr=localhost", "--nproc_per_node=1", "train_grpo.py", "absent"],
+    "launch/first_code.py": ["--standalone", "--local-addr=localhost", "--nproc_per_node=1", "train_grpo.py", "absent"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("command", "safe"),
-    [("parallel_setup.py", "variable"), ("preflight.py", "-P"), *(nightly(name, "variable") for name in COMMANDS)],
+    [("launch/first_code.py", "variable"), ("preflight.py", "-P"), *(nightly(name, "variable") for name in COMMANDS)],
 )
 def test_a_command_finds_its_modules_without_its_folder_on_the_path(command: str, safe: str) -> None:
     option, variables = (["-P"], {}) if safe == "-P" else ([], {"PYTHONSAFEPATH": "1"})

@@ -96,9 +96,8 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     assert stages["groups"]["reason"].startswith("error: EJ0003 <port>\n  look at: HCCL\n") and not stages[""]["passed"]
     assert Path(stages["groups"]["log"]).read_text() == wrong
     assert stages["layers"]["reason"] == "needs groups, which has not passed"
-    command = (
-        f"parallel_setup.py --standalone --local-addr=localhost --nproc_per_node=2 preflight.py --groups {hour.config}"
-    )
+    launcher = "launch/first_code.py --standalone --local-addr=localhost --nproc_per_node=2"
+    command = f"{launcher} preflight.py --groups {hour.config}"
     assert command in stages["groups"]["command"]
     for line in ("fail, ", "error: EJ0003", "do:  Time-out: HCCL's ports", f"log: {hour.results}/groups.log", command):
         assert line in said, line

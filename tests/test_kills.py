@@ -199,7 +199,7 @@ def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoi
     model, log = make_model(tmp_path / "model"), tmp_path / "log"
     cfg = config(model, tmp_path / "out", parallel__expert=2, train__steps=1000, train__checkpoint_every=2)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
-    launcher = ("parallel_setup.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2")
+    launcher = ("launch/first_code.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2")
     process = started(tmp_path / "config.yaml", log, *launcher)
     lines = pressed(process, lambda: "step 4/1000" in log.read_text(), log)
     (run,) = (tmp_path / "out").iterdir()

@@ -134,7 +134,7 @@ def test_a_question_to_all_ranks_names_a_file_in_one_line_and_shows_the_tracebac
 )
 def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_traceback(ending, code, tmp_path) -> None:
     (tmp_path / "script.py").write_text(f"import os, sys\n{ending}\n")
-    command = [sys.executable, "parallel_setup.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
+    command = [sys.executable, "launch/first_code.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
     done = subprocess.run(
         [*command, tmp_path / "script.py"], cwd=launched.ROOT, capture_output=True, text=True, timeout=100
     )

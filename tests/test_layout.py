@@ -25,6 +25,7 @@ FOLDERS = {  # a folder -> the other folders from which its files may import
     "plan": {"engines", "inputs"},
     "lab": {"inputs"},
     "checks": {"engines", "hardware", "inputs", "plan"},
+    "launch": set(),  # it starts before anything of the project
 }
 # A folder -> the files outside of it that may import its files.
 MAY_ENTER = {

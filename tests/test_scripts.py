@@ -49,7 +49,7 @@ case "$1 ${2:-} ${3:-}" in
         printf '%b' "${STUB_CHECK_SAYS:-}"
         exit "${STUB_PIP_CHECK:-0}" ;;
     "train_grpo.py "*) exit "${STUB_CHECK:-0}" ;;
-    "parallel_setup.py "*)
+    "launch/first_code.py "*)
         case "$*" in
             *" evaluate.py "*) printf 'note: of a key\\n%s: right\\n' "$(sed 's/.*model.path=//; s/ .*//' <<<"$*")" ;;
             *) printf 'torchrun is process %s\\nrun folder: out/RUN\\n' $$ ;;
@@ -269,10 +269,10 @@ def test_overrides_reach_the_check_and_the_trainer_which_takes_the_place_of_the_
     assert f"torchrun is process {process.pid}\n" in process.communicate(timeout=30)[0]
     check, run = checkout.calls("train_grpo.py")
     assert check == "train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3 --check --ranks 4"
-    assert run.startswith("parallel_setup.py --standalone --local-addr=localhost --nproc_per_node=4 ")
+    assert run.startswith("launch/first_code.py --standalone --local-addr=localhost --nproc_per_node=4 ")
     assert run.endswith(" train_grpo.py configs/tiny_cpu.yaml name=two_words train.steps=3")
     done = checkout.run(*arguments, STUB_CHECK="2")
-    assert (done.returncode, done.stderr, checkout.calls("parallel_setup")) == (2, "", [])
+    assert (done.returncode, done.stderr, checkout.calls("launch/first_code")) == (2, "", [])
 
 
 def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_if_a_file_is_given(
@@ -325,7 +325,7 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
 def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layout(script: str) -> None:
     ranks, machines, model, layout = RUNS[script]
     lines, command = run_scripts.planned(script)
-    assert command[:2] == ["python3", "parallel_setup.py"]
+    assert command[:2] == ["python3", "launch/first_code.py"]
     assert {f"--nnodes={machines}", f"--nproc_per_node={ranks}", "--tee=3", "--log-dir=out/logs"} <= set(command)
     assert ("--standalone" in command) == (machines == 1)
     assert checked(command, model) == layout
@@ -417,7 +417,7 @@ def test_two_machines_meet_where_they_are_told() -> None:
     ("doctor", "plan", "switch", "code", "called"),
     [
         ("1", "0", "on", 1, ["--doctor"]),
-        ("1", "0", "off", 0, ["preflight.py", "parallel_setup.py"]),
+        ("1", "0", "off", 0, ["preflight.py", "launch/first_code.py"]),
         ("0", "1", "on", 1, ["--doctor", "preflight.py"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""parallel_setup.py, the torchrun of the run_*.sh scripts, with ranks that are forked instead of executed.
+"""launch/first_code.py, the torchrun of the run_*.sh scripts, with ranks that are forked instead of executed.
 
 The command line, the rendezvous, the restarts and the exit codes are torch's own. A forked rank has torch and Megatron
 already, which a new interpreter would import for seconds.
@@ -23,7 +23,7 @@ from planting import Plant, before
 from pytest import MonkeyPatch
 from source import ROOT
 
-import parallel_setup
+from launch import first_code
 
 
 class Agent(NamedTuple):
@@ -89,4 +89,4 @@ def launch(words: list[str], plant: Plant, light: bool) -> int:
         training.lighten()
     patch = MonkeyPatch()
     before(run, "run_script_path", lambda *_: plant(patch))(patch)
-    return parallel_setup.launch(words)
+    return first_code.launch(words)

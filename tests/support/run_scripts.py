@@ -34,7 +34,7 @@ def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str]
     done = start(script, "--plan-only", *arguments, **environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    (last,) = [place for place, line in enumerate(lines) if " parallel_setup.py " in line]
+    (last,) = [place for place, line in enumerate(lines) if " launch/first_code.py " in line]
     return lines[: last + 1], shlex.split(lines[last])
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard", "wandb", "swanlab"}
 # import name -> name on PyPI
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow", "math_verify": "math-verify"}
-FOLDERS = {"hardware", "inputs", "engines", "plan", "checks", "lab"}
+FOLDERS = {"hardware", "inputs", "engines", "plan", "checks", "lab", "launch"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", *(f"{folder}/*.py" for folder in sorted(FOLDERS)))

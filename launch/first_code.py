@@ -1,0 +1,36 @@
+"""torchrun whose exit code is that of the rank that ended first, without a traceback of its own: the ranks say why.
+
+    python launch/first_code.py --standalone --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml
+
+The exit code is 128 + the number of a signal that ended the rank, or this process. The run_*.sh scripts start this.
+"""
+
+import logging
+import signal
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def launch(arguments: list[str]) -> int:
+    """Start torchrun with these arguments.  -> the exit code"""
+    # What these report of the end of a rank says nothing more.
+    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        run.main(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"rank {rank} ended first, with exit code {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:]))
