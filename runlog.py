@@ -97,36 +97,46 @@ def open_run(
 # ---------------------------------------------------------------- the end by a signal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; a scheduler's or torchrun's
+NOT_STARTED = "before a step of this start; the same command starts it again"
 
 
-def end_on_signals(reached: Callable[[], str], note: Callable[[str], None] = lambda text: None) -> None:
+def end_on_signals(
+    reached: Callable[[], str] = lambda: NOT_STARTED, note: Callable[[str], None] = lambda line: None
+) -> None:
     """From now on one of SIGNALS ends this process at once, and rank 0 prints and notes one line with ``reached()``.
 
-    Python calls a handler in the main thread, and not while that waits in a collective. So a thread waits for the
-    numbers of signals, which Python writes to a pipe as they arrive. A forked process ends silently, by the handler.
+    Python would call a handler in the main thread, and not while that waits in a collective. But it writes the number
+    of a signal to a pipe as it arrives, in whatever code the main thread is, and a thread reads the pipe. A blocked
+    signal, for which a thread could wait without a pipe, would stay blocked in every program that this process starts.
     """
     receiving, sending = os.pipe()
-    first = threading.Lock()  # the handler and the thread may both be called
+    os.set_blocking(sending, False)
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)  # the system's own action would come before the thread's
+    os.register_at_fork(after_in_child=_end_silently)
+    speaks = os.environ.get("RANK", "0") == "0"  # samplers change RANK later
 
-    speaks, process = os.environ.get("RANK", "0") == "0", os.getpid()  # samplers change RANK later
-
-    def end(number: int, frame: object = None) -> None:
-        first.acquire(timeout=2)
+    def wait() -> None:
+        number = 0
+        while number not in SIGNALS:  # other signals with a handler are written, too
+            number = os.read(receiving, 1)[0]
         try:
-            if speaks and os.getpid() == process:
+            if speaks:
                 line = f"ended by {signal.Signals(number).name} {reached()}"
                 os.write(2, f"\n{line}\n".encode())
                 note(line)
         finally:
             os._exit(128 + number)
 
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _end_silently() -> None:
+    """In a forked process, which has no such thread, the system ends the process."""
+    signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, end)
-    os.set_blocking(sending, False)
-    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    numbers = iter(lambda: os.read(receiving, 1)[0], None)
-    threading.Thread(target=lambda: end(next(filter(SIGNALS.__contains__, numbers))), daemon=True).start()
+        signal.signal(number, signal.SIG_DFL)
 
 
 # ---------------------------------------------------------------- the log
@@ -390,7 +400,7 @@ class Heartbeat:
 
     def reached(self) -> str:
         """How far the run has come, and how it is continued."""
-        return self.log.reached() if self.log else "before a step of this start; the same command starts it again"
+        return self.log.reached() if self.log else NOT_STARTED
 
     def note(self, text: str) -> None:
         """Write why the run ends to its log, if there is one and it can be written."""

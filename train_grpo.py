@@ -18,7 +18,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import runlog
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    runlog.end_on_signals(lambda: "before a step of this start; the same command starts it again")
+    runlog.end_on_signals()
 
 import torch
 from torch import Tensor
