@@ -11,6 +11,7 @@ out/<name>-<YYYYmmdd-HHMMSS>/
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -364,7 +365,9 @@ GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait 
 class Heartbeat:
     """A thread that ends the process after ``stall_seconds`` without a `beat`; 0 seconds: no such thread.
 
-    It prints the last phase and the stack of every thread. If a collective waits, the stack names it.
+    It prints the last phase and the stack of every thread. If a collective waits, the stack names it. Code that holds
+    Python's global lock (GIL) stops this thread, too. Then faulthandler, which needs no lock, prints the stacks and
+    ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
     def __init__(self, rank: int, stall_seconds: int) -> None:
@@ -418,13 +421,21 @@ class Heartbeat:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
             still = time.monotonic() - self.last
             if still > self.stall_seconds and not self.waits:
-                limit = f"train.stall_seconds = {self.stall_seconds}"
-                cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
-                # In one piece: the ranks share a terminal or a log.
-                os.write(sys.stderr.fileno(), f"rank {self.rank}: {cause}; its stacks:\n{stacks()}".encode())
-                self.note(f"stopped: rank {self.rank} {cause}")
-                time.sleep(GRACE_SECONDS)
-                os._exit(EXIT_CODE)
+                self._end(still)
+            # As long as this thread runs, it postpones the end by faulthandler. 2: the number of stderr.
+            faulthandler.dump_traceback_later(1.5 * self.stall_seconds, exit=True, file=2)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, still: float) -> None:
+        """Say where this rank has stood still for so many seconds, and end the process."""
+        faulthandler.cancel_dump_traceback_later()
+        limit = f"train.stall_seconds = {self.stall_seconds}"
+        cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
+        # In one piece: the ranks share a terminal or a log.
+        os.write(2, f"rank {self.rank}: {cause}; its stacks:\n{stacks()}".encode())
+        self.note(f"stopped: rank {self.rank} {cause}")
+        time.sleep(GRACE_SECONDS)
+        os._exit(EXIT_CODE)
 
 
 def stacks() -> str:

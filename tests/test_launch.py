@@ -142,13 +142,33 @@ def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_tra
     assert "ended first, with exit code" in done.stderr.splitlines()[-1]
 
 
+WAIT = """
+import ctypes, time
+from runlog import Heartbeat
+
+def long_wait():
+    {wait}
+
+beat = Heartbeat(3, {seconds})
+beat.beat("update of step 7")
+long_wait()
+"""
+
+
+def end_of_a_wait(wait: str, seconds: int) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", WAIT.format(wait=wait, seconds=seconds)]
+    return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_a_process_that_stalls_in_code_that_holds_the_lock_of_python_ends_with_its_stack() -> None:
+    """No thread of Python runs meanwhile, so neither place nor exit code are those of the heartbeat."""
+    ended = end_of_a_wait("time.sleep(1.5); ctypes.PyDLL(None).sleep(600)", 2)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith("Timeout (0:00:03)!\n") and "in long_wait" in ended.stderr
+
+
 def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
-    program = (
-        "import time; from runlog import Heartbeat; beat = Heartbeat(3, 1)\ndef long_wait(): time.sleep(600)\n"
-        "beat.beat('update of step 7')\nlong_wait()"
-    )
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=100)
+    ended = end_of_a_wait("time.sleep(600)", 1)
     assert ended.returncode == EXIT_CODE
     assert "rank 3: stood still for" in ended.stderr and "after: update of step 7" in ended.stderr
     assert "train.stall_seconds = 1" in ended.stderr and "in long_wait" in ended.stderr
@@ -158,6 +178,7 @@ def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
     """Whether the watch lets the process go on for 50 s of a clock of its own; ``act`` comes before each look."""
     with (
         mock.patch.object(runlog, "time") as clock,
+        mock.patch.object(runlog, "faulthandler"),
         mock.patch.object(runlog.os, "_exit", side_effect=SystemExit) as end,
         mock.patch.object(beat.stopped, "wait") as wait,
     ):
