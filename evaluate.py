@@ -8,6 +8,7 @@ Each question gets a greedy answer and k sampled ones, which give a mean and pas
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +35,6 @@ from inputs.files import BAD_INPUT, InputError, one_line
 from inputs.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
-from run_record import wilson
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,6 +156,12 @@ def _summary(results: torch.Tensor, key: str) -> dict:
     if k > 1:
         summary[f"{key}pass@{k}"] = results[:, 1:, 0].amax(dim=1).double().mean().item()
     return summary
+
+
+def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % confidence interval of a share of n questions (Wilson, 1927); it is inside [0, 1] even at 0 and 1."""
+    centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 def headline(summary: dict, name: str = "") -> str:

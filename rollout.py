@@ -81,9 +81,7 @@ def open_engine(
 
     ``beat`` is called for every decoded token of a batch of rows.
     """
-    engine = _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token)
-    engine.beat = beat
-    return engine
+    return _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
 
 
 def _engine_module(cfg: Config) -> Any:

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import platform
 import re
@@ -35,7 +34,6 @@ from inputs.files import (
     opened,
     read_bytes,
     read_object,
-    read_text,
     variable,
     write_atomically,
 )
@@ -46,7 +44,6 @@ from knobs import Config
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
-WARNED = re.compile(r"^\d\d:\d\d:\d\d (?:warning|stopped): checks\.(\w+): (.*)$", re.M)
 LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
 PIECE_BYTES = 2**22
 
@@ -95,20 +92,6 @@ def checksums(run_dir: Path) -> dict[str, str]:
     """
     found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
     return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
-
-
-def checks_fired(run_dir: Path) -> dict[str, str]:
-    """The first message of each tripwire that warned or stopped the run, by its check's name, from log.txt."""
-    found: dict[str, str] = {}
-    for check, warning in WARNED.findall(_log(run_dir)):
-        found.setdefault(check, warning)
-    return found
-
-
-def _log(run_dir: Path) -> str:
-    """The text of log.txt; empty without one."""
-    log = run_dir / "log.txt"
-    return read_text(log, 4 * LINES_MIB) if log.exists() else ""
 
 
 def json_line(row: dict[str, Any]) -> str:
@@ -316,18 +299,22 @@ def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    files, lines, present = input_files(cfg), [], inputs(cfg, beat)
+    paths, present = input_files(cfg), inputs(cfg, beat)
+    lines = []
     for kind in present | recorded:
-        now_there = present.get(kind, {})
-        # An absent data file is not read, so only its name is left in the record.
-        for name in sorted(now_there.keys() | (recorded.get(kind, {}).keys() if kind != "data" else set())):
-            was, now = (
-                f"sha256 {s}" if s else "not there" for s in (recorded.get(kind, {}).get(name), now_there.get(name))
-            )
-            if was != now and not name.startswith("."):
-                path = files.get(kind, {}).get(name, Path(cfg.model.path) / name if kind == "model" else name)
-                lines.append(f"{path}: when {record.parent} was started {was}, now {now}")
+        now, was = present.get(kind, {}), recorded.get(kind, {})
+        if kind == "data":  # an absent data file is not read, so only its name is left in the record
+            was = {name: was[name] for name in was if name in now}
+        for name in sorted(now.keys() | was.keys()):
+            if now.get(name) != was.get(name) and not name.startswith("."):
+                path = paths.get(kind, {}).get(name, Path(cfg.model.path) / name if kind == "model" else name)
+                before, after = _state(was.get(name)), _state(now.get(name))
+                lines.append(f"{path}: when {record.parent} was started {before}, now {after}")
     return lines
+
+
+def _state(checksum: str | None) -> str:
+    return f"sha256 {checksum}" if checksum else "not there"
 
 
 def refuse_changed_inputs(
@@ -367,9 +354,3 @@ def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[],
     }
     for name, content in records.items():
         write_atomically(folder / name, content)
-
-
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % confidence interval of a share of n questions (Wilson, 1927); it is inside [0, 1] even at 0 and 1."""
-    centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))

@@ -31,8 +31,9 @@ from tqdm import tqdm
 
 from config import config_hash
 from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
-from knobs import Config, TrainConfig
-from run_record import checks_fired, checksums, json_line, lock_run, read_lines, whole_lines, write_records
+from knobs import Config
+from lab.trackers import Trackers
+from run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 
 if TYPE_CHECKING:
     import torch
@@ -61,38 +62,6 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
     except FileExistsError:
         return _new_folder(out_dir, name, number + 1)
     return folder
-
-
-def open_run(
-    cfg: Config,
-    world_size: int,
-    rank: int,
-    resume: Path | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> RunLog:
-    """The log of a new run, or of the run in ``resume`` (call ``rewind`` before logging to it).
-
-    ``beat`` is called while rank 0 reads the model's files for their checksums. InputError if the folder cannot be
-    written or a live process holds it.
-    """
-    if rank != 0:
-        return RunLog(cfg.train, resume, rank, None)
-    with disk_errors(cfg.train.out_dir):
-        run_dir = _new_folder(Path(cfg.train.out_dir), cfg.name) if resume is None else Path(resume)
-        try:
-            log = RunLog(cfg.train, run_dir, rank, lock_run(run_dir))
-        except BlockingIOError:
-            raise InputError(f"{run_dir}: a live process writes this run; end it, or start a new run") from None
-        except OSError as error:
-            log = RunLog(cfg.train, run_dir, rank, None)
-            log.say(f"{run_dir}/run.lock: {error.strerror}: make sure yourself that no two processes write this run")
-        start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
-        start.mkdir(exist_ok=start == run_dir)
-        write_records(start, cfg, world_size, beat)
-        identity = read_object(run_dir / "run.json") if resume else {"name": cfg.name}
-        # The hash is that of the last start: a sweep looks for its own configuration.
-        write_atomically(run_dir / "run.json", json.dumps(identity | {"config_hash": config_hash(cfg)}) + "\n")
-    return log
 
 
 # ---------------------------------------------------------------- the end by a signal
@@ -163,14 +132,54 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
 
 
 class RunLog:
-    """Writes the folder of one run; a line is in its file before the call returns.  Other ranks than 0 do nothing."""
+    """Writes the folder of one run; a line is in its file before the call returns.  Other ranks than 0 do nothing.
 
-    def __init__(self, train: TrainConfig, run_dir: Path | None, rank: int, lock: BinaryIO | None) -> None:
-        self.train, self.run_dir, self.rank, self.lock = train, run_dir, rank, lock
+    It has no folder before `open`, and only prints.
+    """
+
+    def __init__(self, cfg: Config, rank: int) -> None:
+        self.cfg, self.rank = cfg, rank
+        self.run_dir: Path | None = None
+        self.lock: BinaryIO | None = None
         self.bar: tqdm | None = None
+        self.trackers: Trackers | None = None
         self.said = self.began = time.monotonic()  # the last line; the first step of this process
         self.before = self.done = 0  # steps: before this process, and in all
-        self.trackers: Any = None  # lab.trackers.Trackers, which startup.open_run puts here
+
+    def open(self, world_size: int, resume: Path | None = None, beat: Callable[[], None] = lambda: None) -> None:
+        """Make the folder of a new run, or take that of the run ``resume`` (call ``rewind`` before logging to it).
+
+        ``beat`` is called while rank 0 reads the model's files for their checksums. InputError if the folder cannot be
+        written or a live process holds it.
+        """
+        if self.rank != 0:
+            self.run_dir = resume
+            return
+        out_dir = Path(self.cfg.train.out_dir)
+        with disk_errors(out_dir):
+            run_dir = _new_folder(out_dir, self.cfg.name) if resume is None else resume
+            problem = ""
+            try:
+                self.lock = lock_run(run_dir)
+            except BlockingIOError:
+                raise InputError(f"{run_dir}: a live process writes this run; end it, or start a new run") from None
+            except OSError as error:
+                problem = error.strerror
+            self.run_dir = run_dir
+            if problem:
+                self.say(f"{run_dir}/run.lock: {problem}: make sure yourself that no two processes write this run")
+            start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
+            start.mkdir(exist_ok=start == run_dir)
+            write_records(start, self.cfg, world_size, beat)
+            identity = read_object(run_dir / "run.json") if resume else {"name": self.cfg.name}
+            # The hash is that of the last start: a sweep looks for its own configuration.
+            identity["config_hash"] = config_hash(self.cfg)
+            write_atomically(run_dir / "run.json", json.dumps(identity) + "\n")
+
+    def open_trackers(self, steps_done: int) -> None:
+        """Open those of train.trackers, which get the steps after ``steps_done``."""
+        if self.rank == 0:
+            self.trackers = Trackers(self.cfg.train.trackers, self.run_dir, steps_done, self.say)
 
     def _append(self, name: str, text: str) -> None:
         if self.rank == 0:
@@ -207,7 +216,7 @@ class RunLog:
                 f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
                 "of the steps 1, 2 and so on; the file was cut or edited: start a new run"
             )
-        self.say(f"resumed {self.run_dir.name} after {step} of {self.train.steps} steps")
+        self.say(f"resumed {self.run_dir.name} after {step} of {self.cfg.train.steps} steps")
 
     def log_step(self, step: int, metrics: dict[str, float], timing: Mapping[str, float | str]) -> None:
         """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 1."""
@@ -221,14 +230,14 @@ class RunLog:
         self.done = step
         if self.bar is None:  # a file does not need a progress bar, only a terminal does
             self.before, self.began = step - 1, time.monotonic() - float(timing.get("timing/step_s", 0))
-            self.bar = tqdm(total=self.train.steps, initial=step - 1, unit="step", disable=not sys.stderr.isatty())
-        self.say(_progress_line(step, self.train.steps, metrics, timing) + self.left())
+            self.bar = tqdm(total=self.cfg.train.steps, initial=step - 1, unit="step", disable=not sys.stderr.isatty())
+        self.say(_progress_line(step, self.cfg.train.steps, metrics, timing) + self.left())
         self.bar.update(step - self.bar.n)
 
     def left(self) -> str:
         """`  3 h 20 min left` by the steps of this process with what was between them; "" if less than a minute."""
         done = self.done - self.before
-        seconds = (time.monotonic() - self.began) / done * (self.train.steps - self.done) if done else 0
+        seconds = (time.monotonic() - self.began) / done * (self.cfg.train.steps - self.done) if done else 0
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"  {f'{hours} h ' * (hours > 0)}{minutes} min left" if hours or minutes else ""
 
@@ -260,32 +269,39 @@ class RunLog:
 
     def reached(self) -> str:
         """How far the run has come and how to continue it, for a process that is being ended."""
+        if self.run_dir is None:
+            return NOT_STARTED
         saved = max(self.run_dir.glob("checkpoints/step-*"), default=None)
-        how = f"{f' with train.resume={self.run_dir}' * (self.train.resume == 'never')} continues from {saved}"
+        how = f"{f' with train.resume={self.run_dir}' * (self.cfg.train.resume == 'never')} continues from {saved}"
         return (
-            f"after step {len(read_lines(self.run_dir / 'metrics.jsonl'))} of {self.train.steps}; the same command"
+            f"after step {len(read_lines(self.run_dir / 'metrics.jsonl'))} of {self.cfg.train.steps}; the same command"
             f"{how if saved else ' begins anew, because there is no checkpoint yet'}"
         )
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, and write it to log.txt with the time."""
+        self.said = time.monotonic()
         if self.rank == 0:
-            self.said = time.monotonic()
             tqdm.write(text)
             sys.stdout.flush()
-            self.note(text)
+            self._write_to_log(text)
 
     def note(self, text: str) -> None:
-        """Write a line to log.txt with the time."""
-        self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
+        """Write why the run ends to log.txt, if that can be written."""
+        with contextlib.suppress(InputError):
+            self._write_to_log(text)
 
-    def finish(self, result_line: str) -> None:
-        """Write finished.json (the result, the checks that warned, checksums of all records)."""
+    def _write_to_log(self, text: str) -> None:
+        if self.run_dir:
+            self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
+
+    def finish(self, result_line: str, checks: dict[str, str]) -> None:
+        """Write finished.json: the result, the messages of the ``checks`` that warned, checksums of all records."""
         if self.rank != 0:
             return
         with disk_errors(self.run_dir):
             hashes = checksums(self.run_dir)
-            done = {"result": result_line, "checks": checks_fired(self.run_dir), "sha256": hashes}
+            done = {"result": result_line, "checks": checks, "sha256": hashes}
             for name in hashes:
                 fsync_path(self.run_dir / name)
             write_atomically(self.run_dir / "finished.json", json.dumps(done, indent=1) + "\n")
@@ -370,13 +386,12 @@ class Heartbeat:
     ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
-    def __init__(self, rank: int, stall_seconds: int) -> None:
-        self.rank, self.stall_seconds = rank, stall_seconds
-        self.place, self.last, self.said = "start", time.monotonic(), time.monotonic()
+    def __init__(self, stall_seconds: int, log: RunLog, on_beat: Callable[[], None] = lambda: None) -> None:
+        """``on_beat`` is called with every beat."""
+        self.stall_seconds, self.log, self.on_beat = stall_seconds, log, on_beat
+        self.place, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
         self.waits = False
-        self.on_beat: Callable[[], None] = lambda: None  # called with every beat
-        self.log: RunLog | None = None  # from when startup.open_run puts it here, it says how far the run has come
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
@@ -384,9 +399,8 @@ class Heartbeat:
         """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
         self.place, self.last = place or self.place, time.monotonic()
         self.on_beat()
-        if self.rank == 0 and self.last - max(self.said, self.log.said if self.log else 0.0) > PROGRESS_SECONDS:
-            self.said, line = self.last, f"at work after: {self.place}"
-            self.log.say(line + self.log.left()) if self.log else print(line, flush=True)
+        if self.last - self.log.said > PROGRESS_SECONDS:
+            self.log.say(f"at work after: {self.place}{self.log.left()}")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -401,21 +415,9 @@ class Heartbeat:
             self.beat()
             self.waits = False
 
-    def reached(self) -> str:
-        """How far the run has come, and how it is continued."""
-        return self.log.reached() if self.log else NOT_STARTED
-
-    def note(self, text: str) -> None:
-        """Write why the run ends to its log, if there is one and it can be written."""
-        if self.log:
-            with contextlib.suppress(InputError):
-                self.log.note(text)
-
     def stop(self) -> None:
-        """End the watching, and close the log."""
+        """End the watching."""
         self.stopped.set()
-        if self.log:
-            self.log.close()
 
     def _watch(self) -> None:
         while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
@@ -432,8 +434,8 @@ class Heartbeat:
         limit = f"train.stall_seconds = {self.stall_seconds}"
         cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
         # In one piece: the ranks share a terminal or a log.
-        os.write(2, f"rank {self.rank}: {cause}; its stacks:\n{stacks()}".encode())
-        self.note(f"stopped: rank {self.rank} {cause}")
+        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{stacks()}".encode())
+        self.log.note(f"stopped: rank {self.log.rank} {cause}")
         time.sleep(GRACE_SECONDS)
         os._exit(EXIT_CODE)
 

@@ -48,20 +48,22 @@ Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
 class Bridge:
     """Where the two sides meet: their ranks 0. The others of a side wait for their rank 0."""
 
-    def __init__(self, cfg: Config, heartbeat: Heartbeat) -> None:
+    heartbeat: Heartbeat  # from `open` on
+
+    def __init__(self, cfg: Config) -> None:
         """InputError if no rank is left to train."""
         self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
         self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
-        self.heartbeat = heartbeat
         # A side may work for longer than a collective may last. The heartbeat ends a wait without progress.
-        limit = {"days": 365} if heartbeat.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
+        limit = {"days": 365} if cfg.train.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
         self.limit = datetime.timedelta(**limit)
         self.pair: Any = None  # the group of the two ranks 0
         self.within: Any = None  # the group of this side
         self.waiting, self.noted = False, 0.0
 
-    def open(self) -> None:
-        """Connect the ranks, after each side has its world."""
+    def open(self, heartbeat: Heartbeat) -> None:
+        """Connect the ranks, after each side has its world. ``heartbeat`` calls note_progress with every beat."""
+        self.heartbeat = heartbeat
         store = dist.distributed_c10d._get_default_store()
         while isinstance(store, dist.PrefixStore):  # below the name of the side
             store = store.underlying_store
@@ -69,14 +71,13 @@ class Bridge:
         self.within = self._group(f"within the {self.side.name}", self.rank, self.side.ranks)
         if self.rank == 0:
             self.pair = self._group("both sides", int(self.samples), 2)
-            self.heartbeat.on_beat = self._note_progress
 
     def _group(self, name: str, place: int, size: int) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), place, size, self.limit)
 
-    def _note_progress(self) -> None:
+    def note_progress(self) -> None:
         """Tell the other side that this one works: the beats of a rank that waits there say nothing."""
-        if not self.waiting and time.monotonic() - self.noted > LOOK_SECONDS:
+        if self.pair and not self.waiting and time.monotonic() - self.noted > LOOK_SECONDS:
             self.noted = time.monotonic()
             self.store.add(f"progress of samplers: {self.samples}", 1)
 

@@ -28,7 +28,7 @@ from engines.interface import Completion
 from inputs.check import Inputs, checkpoint_to_resume, introduction
 from inputs.files import disk_errors
 from knobs import Config
-from lab import curves, trackers
+from lab import curves
 from learner import Learner
 from parallel_setup import Parallel
 from plan import grid, parameters, utilisation
@@ -118,7 +118,8 @@ class Run:
             self.tripwires.state(after_steps, lambda: not_saved(learner, written))
 
         if parallel.rank == 0:
-            checkpoint.save(self.log.run_dir, after_steps, tensors, counts, self.cfg, compare)
+            state = counts | {"checks": self.tripwires.messages}
+            checkpoint.save(self.log.run_dir, after_steps, tensors, state, self.cfg, compare)
         else:
             compare(None)
         dist.barrier()
@@ -143,7 +144,8 @@ class Run:
         if self.parallel.expert > 1 and self.learner.router_load.fullest:
             self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
-        self.log.finish(evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else "")
+        result = evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else ""
+        self.log.finish(result, self.tripwires.messages)
         if self.parallel.rank == 0:
             try:
                 curves.draw_curves(self.log.run_dir)
@@ -210,22 +212,21 @@ def open_run(
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks
-    log = runlog.open_run(cfg, ranks, parallel.rank, saved.run_dir if saved else None, heartbeat.beat)
+    log = heartbeat.log
+    log.open(ranks, saved.run_dir if saved else None, heartbeat.beat)
     with heartbeat.waiting():
         dist.barrier()  # rank 0 alone reads the model's files for their checksums
-    heartbeat.log = log
     if saved:
         log.rewind(first_step)
         if changed := changes_at_resume(saved.config, cfg)[1]:
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
-    if parallel.rank == 0:
-        log.trackers = trackers.Trackers(cfg.train.trackers, log.run_dir, first_step, log.say)
+    log.open_trackers(first_step)
     policy = Policy.load(cfg, inputs.arch, parallel)
     heartbeat.beat("loading the base weights")
     pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
     learner = Learner(cfg, policy, pad_token)
 
-    tripwires = Tripwires(cfg, log.say)
+    tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
     if saved:
         learner.restore(saved.tensors, saved.state)
         tripwires.state(first_step, functools.partial(not_saved, learner, saved))

@@ -38,7 +38,7 @@ from knobs import Config
 from lab import trackers
 from parallel_setup import Parallel
 from plan import doctor
-from runlog import Heartbeat
+from runlog import Heartbeat, RunLog
 from sampling_ranks import Bridge
 from tripwires import Tripped
 
@@ -117,9 +117,11 @@ def shuffled(rewards: Tensor, seed: int) -> Tensor:
 
 def start(cfg: Config, is_command: bool = False) -> None:
     """Check the input, start the device, join the other ranks, and train. A command says how to continue it."""
-    heartbeat = Heartbeat(parallel_setup.launched_rank(), cfg.train.stall_seconds)  # before anything that can wait
+    log = RunLog(cfg, parallel_setup.launched_rank())
+    bridge = Bridge(cfg) if cfg.rollout.ranks else None
+    heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
     if is_command:
-        runlog.end_on_signals(heartbeat.reached, heartbeat.note)
+        runlog.end_on_signals(log.reached, log.note)
     scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
     try:
         parallel_setup.start_device(cfg)
@@ -129,7 +131,6 @@ def start(cfg: Config, is_command: bool = False) -> None:
         check.check_answers(cfg, scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the input")
-        bridge = Bridge(cfg, heartbeat) if cfg.rollout.ranks else None
         side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
         with contextlib.ExitStack() as world:
             with heartbeat.waiting():
@@ -138,7 +139,7 @@ def start(cfg: Config, is_command: bool = False) -> None:
                 tiny_model.make(cfg, device, heartbeat.beat)
             if bridge:
                 with heartbeat.waiting():
-                    bridge.open()
+                    bridge.open(heartbeat)
             parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
             heartbeat.beat("the meeting of all ranks")
             inputs = inputs or check.check_inputs(cfg, ranks, scorer, heartbeat.beat)  # of the tiny model, made now
@@ -148,11 +149,12 @@ def start(cfg: Config, is_command: bool = False) -> None:
             else:
                 train(cfg, parallel, heartbeat, inputs, bridge)
     except Exception as error:
-        heartbeat.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
+        log.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
         raise
     finally:
         scorer.close()
         heartbeat.stop()
+        log.close()
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ that only warn, or that are not made.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean, median
 
 from knobs import Config
@@ -120,10 +120,11 @@ class Tripwires:
     which is collective. After a resume, "the first steps" are the first ones of the new process.
     """
 
-    def __init__(self, cfg: Config, say: Callable[[str], None]) -> None:
-        """``say`` prints."""
+    def __init__(self, cfg: Config, say: Callable[[str], None], earlier: Mapping[str, str] | None = None) -> None:
+        """``say`` prints. ``earlier``: the ``messages`` of the start that this one resumes."""
         self.cfg, self.say = cfg, say
         self.warned: set[str] = set()
+        self.messages = dict(earlier or {})  # the first warning of each check
         self.history: list[dict[str, float]] = []  # the metrics of every step that this process has seen
         self.rewards: set[float] = set()
         self.gaps: list[float] = []  # nats a token, of every judged step
@@ -143,7 +144,11 @@ class Tripwires:
             raise Tripped(f"{message}\n  to go on regardless: checks.warn=[{','.join((*warn, check))}]")
         if check not in self.warned:
             self.warned.add(check)
-            self.say(f"warning: {message}")
+            self._warn(check, f"{found}\n  look at: {look_at}")
+
+    def _warn(self, check: str, message: str) -> None:
+        self.messages.setdefault(check, message.partition("\n")[0])
+        self.say(f"warning: checks.{check}: {message}")
 
     # -------------------------------------------------------------------------------- before a step
 
@@ -326,10 +331,11 @@ class Tripwires:
         self.gaps.append(gap)
         if not self.reported_gap and self._far_above_the_first_steps(bound):
             self.reported_gap = True
-            self.say(
-                f"warning: checks.logp_gap: {when}: sampler and trainer differ by {gap:.2g} nats a token, "
+            self._warn(
+                "logp_gap",
+                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, "
                 f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps;\n"
-                f"  with the weights pushed once more, {where_apart(bound * GAP_FLOOR)}"
+                f"  with the weights pushed once more, {where_apart(bound * GAP_FLOOR)}",
             )
         if not gap <= bound:
             self.trip(

@@ -18,7 +18,7 @@ from checks import launched
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel, launched_rank
-from runlog import Heartbeat
+from runlog import Heartbeat, RunLog
 from sampling_ranks import Bridge
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
@@ -119,8 +119,8 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
     """A row for what goes from rank 0 of the trainers to that of the samplers, and for what comes back."""
-    bridge = Bridge(cfg, Heartbeat(launched_rank(), cfg.train.stall_seconds))  # which ends a wait
-    bridge.open()
+    bridge = Bridge(cfg)
+    bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))  # ends a wait
     rows = []
     for root, way in enumerate(("to samplers", "to trainers")) if bridge.pair else ():
         sent = torch.arange(ELEMENTS[parallel.device.type], dtype=torch.float32)

@@ -53,7 +53,7 @@ class Engine(Protocol):
     positions: int  # the most tokens that a row may have
 
     # Called for every decoded token of a batch of rows. The embedded sampler also calls it for every layer of prompts.
-    beat: Callable[[], None] = staticmethod(lambda: None)
+    beat: Callable[[], None]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors into the engine, under their Hugging Face names.

@@ -5,7 +5,7 @@ are removed. Each prompt draws from its own seed, so its completions do not depe
 P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token, L MoE layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class TorchSampler(Engine):
         device: str | torch.device = "cpu",
         max_sequences: int = MOST_SEQUENCES,
         adapter: LoraConfig | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """``max_sequences`` limits the rows that are decoded together, and so the key-value cache.
 
@@ -56,6 +57,7 @@ class TorchSampler(Engine):
         self.stop_tokens, self.pad_token, self.max_sequences = frozenset(stop_tokens), pad_token, max_sequences
         self.is_stop = torch.zeros(arch.vocab_size, dtype=torch.bool, device=device)
         self.is_stop[list(stop_tokens)] = True
+        self.beat = beat
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         try:
@@ -191,7 +193,12 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int
+    cfg: Config,
+    arch: Architecture,
+    device: torch.device,
+    stop_tokens: set[int],
+    pad_token: int,
+    beat: Callable[[], None],
 ) -> TorchSampler:
     dtype = DTYPES[cfg.model.dtype]
     return TorchSampler(
@@ -201,4 +208,5 @@ def open_engine(
         dtype=dtype,
         device=device,
         adapter=cfg.lora if cfg.keeps_factors_apart else None,
+        beat=beat,
     )

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +145,7 @@ class VllmEngine(Engine):
         max_sequences: int = MOST_SEQUENCES,
         routed_experts: bool = False,
         adapter: LoraConfig | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Start vLLM with random weights.
 
@@ -154,7 +155,7 @@ class VllmEngine(Engine):
         """
         self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
-        self.ready = False
+        self.ready, self.beat = False, beat
         self.held_stacks: dict[str, Stack] = {}
         self.shapes = tensor_shapes(arch)
         if adapter:

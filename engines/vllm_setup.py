@@ -1,6 +1,7 @@
 """Checks vLLM for a configuration, and opens it: one engine a replica, or one over all ranks."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,12 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    cfg: Config, arch: Architecture, device: torch.device, stop_tokens: set[int], pad_token: int
+    cfg: Config,
+    arch: Architecture,
+    device: torch.device,
+    stop_tokens: set[int],
+    pad_token: int,
+    beat: Callable[[], None],
 ) -> VllmEngine:
     """vLLM for this configuration. All ranks make it at the same time."""
     dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
@@ -68,4 +74,5 @@ def open_engine(
         max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
         routed_experts=cfg.replay.mode == "r3",
         adapter=adapter,
+        beat=beat,
     )

@@ -11,7 +11,7 @@ import torch
 from breaking import flip_a_bit
 from pytest import MonkeyPatch
 from safetensors import SafetensorError
-from saved import config_in, is_whole, names, saved, tensors_of
+from saved import config_in, is_whole, names, opened, saved, tensors_of
 
 import checkpoint
 import runlog
@@ -149,7 +149,7 @@ def no_records(monkeypatch: MonkeyPatch) -> None:
 
 
 def start_a_run(cfg: Config, *steps: int) -> runlog.RunLog:
-    log = runlog.open_run(cfg, 1, 0)
+    log = opened(cfg)
     saved(log.run_dir, cfg, *steps)
     return log
 

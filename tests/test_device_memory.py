@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from saved import config_in
 
 import device as devices
 import startup
-from runlog import Heartbeat, StepTimer
+from runlog import Heartbeat, RunLog, StepTimer
 
 
 def test_memory_in_use_is_torchs_peak_plus_memory_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,11 +27,11 @@ def test_memory_in_use_is_torchs_peak_plus_memory_outside_of_its_pool(monkeypatc
     assert devices.peak_memory_gib(torch.device("cpu")) is None
 
 
-def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_the_peak_of_its_fullest_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([3.0, 1.0, 4.0, 5.5, 2.0])
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: next(peaks))
     monkeypatch.setattr(devices, "moment", lambda device: 0.0)
-    heartbeat = Heartbeat(0, 0)
+    heartbeat = Heartbeat(0, RunLog(config_in(tmp_path), 0))
     timer = StepTimer(heartbeat, 0, torch.device("meta"))
     for phase in ("sync", "generate", "update", "update"):
         timer.end_phase(phase)
@@ -41,7 +43,7 @@ def test_a_step_has_the_peak_of_its_fullest_phase(monkeypatch: pytest.MonkeyPatc
     assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and startup.device_memory(()) == {}
 
 
-def test_a_phase_ends_when_the_device_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_ends_when_the_device_has_done_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is done at once; the device ends its work after 1, 3, 6 and 10 s, and the step after 15 s."""
     times = iter([0.0, 1e3, 3e3, 6e3, 10e3, 15e3])
 
@@ -59,7 +61,7 @@ def test_a_phase_ends_when_the_device_has_done_its_work(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "npu", SimpleNamespace(Event=Event), raising=False)
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: None)
-    timer = StepTimer(Heartbeat(0, 0), 0, SimpleNamespace(type="npu"))
+    timer = StepTimer(Heartbeat(0, RunLog(config_in(tmp_path), 0)), 0, SimpleNamespace(type="npu"))
     for phase in ("sync", "reference", "update", "reference"):
         timer.end_phase(phase)
     timing = timer.timing(new_tokens=30)

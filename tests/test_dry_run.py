@@ -26,7 +26,7 @@ from checks.dry_run_report import Compared, DryRun, as_text
 from config import load_config
 from inputs import hf_config
 from learner import Learner
-from runlog import Heartbeat, StepTimer
+from runlog import Heartbeat, RunLog, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16)  # configuration, ranks, tensor, expert, other changes
 R3 = ("qwen15_moe", 6, 2, 3, "model.recompute=false", "replay.mode=r3")
@@ -234,7 +234,7 @@ def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
     arch = hf_config.planned(load_config("configs/tiny_cpu.yaml"))[0]
     learner = Learner(cfg, live_bytes.policy_of(parallel, cfg, arch), pad_token=0)
     batch, weights = live_bytes.rollout_of(cfg), torch.ones(cfg.rollout.prompts_per_step * cfg.rollout.group_size)
-    return lambda: learner.update(batch, [], weights, 0, StepTimer(Heartbeat(0, 0), 0, parallel.device))
+    return lambda: learner.update(batch, [], weights, 0, StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device))
 
 
 @pytest.mark.parametrize("recompute", [True, ci(False)])

@@ -20,7 +20,7 @@ import torch
 from killed import in_child, kill_me_at
 from launched import ROOT
 from pytest import MonkeyPatch
-from saved import config_in, is_whole, names, saved, tensors_of
+from saved import config_in, is_whole, names, opened, saved, tensors_of
 from tiers import ci
 from training import config, make_model
 
@@ -77,7 +77,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Pat
 def train(cfg: Config) -> None:
     """A small run: each weight depends on the one before, so a lost or repeated step changes every later line."""
     found = checkpoint.find_resumable(cfg)
-    log = runlog.open_run(cfg, 1, 0, resume=found and found.path.parent.parent)
+    log = opened(cfg, resume=found and found.path.parent.parent)
     weight, first = torch.ones(3), 0
     if found:
         checkpoint.check_resume(found, cfg)
@@ -93,7 +93,7 @@ def train(cfg: Config) -> None:
             log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
         if (step + 1) % cfg.train.checkpoint_every == 0:
             checkpoint.save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
-    log.finish("done")
+    log.finish("done", {})
 
 
 def records(cfg: Config) -> dict[str, bytes]:

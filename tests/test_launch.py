@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from saved import config_in
 
 import parallel_setup
 import runlog
@@ -28,7 +29,7 @@ import train_grpo
 from checks import launched as launched_question
 from config import to_yaml
 from parallel_setup import Parallel
-from runlog import EXIT_CODE, Heartbeat
+from runlog import EXIT_CODE, Heartbeat, RunLog
 
 
 @pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ("hang", 6, EXIT_CODE)])
@@ -144,12 +145,13 @@ def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_tra
 
 WAIT = """
 import ctypes, time
-from runlog import Heartbeat
+from config import load_config
+from runlog import Heartbeat, RunLog
 
 def long_wait():
     {wait}
 
-beat = Heartbeat(3, {seconds})
+beat = Heartbeat({seconds}, RunLog(load_config("configs/tiny_cpu.yaml"), 3))
 beat.beat("update of step 7")
 long_wait()
 """
@@ -191,9 +193,9 @@ def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
         return not end.called
 
 
-def test_a_process_that_beats_or_waits_for_others_goes_on() -> None:
+def test_a_process_that_beats_or_waits_for_others_goes_on(tmp_path: Path) -> None:
     """Others may have more to do, and have heartbeats of their own."""
-    beat = Heartbeat(3, 0)
+    beat = Heartbeat(0, RunLog(config_in(tmp_path), 3))
     beat.stall_seconds = 2
     assert goes_on(beat, beat.beat)
     with beat.waiting():
@@ -201,13 +203,14 @@ def test_a_process_that_beats_or_waits_for_others_goes_on() -> None:
     assert not goes_on(beat), "it stalls after the wait"
 
 
-def test_without_a_limit_and_after_the_end_of_a_run_nothing_watches() -> None:
+def test_without_a_limit_and_after_the_end_of_a_run_nothing_watches(tmp_path: Path) -> None:
     def watching() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
-    Heartbeat(3, 0)
+    log = RunLog(config_in(tmp_path), 3)
+    Heartbeat(0, log)
     assert not watching()
-    beat = Heartbeat(3, 1000)
+    beat = Heartbeat(1000, log)
     (thread,) = watching()
     beat.stop()
     thread.join(20)

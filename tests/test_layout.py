@@ -37,7 +37,7 @@ MAY_ENTER = {
         "weight_sync",
     },  # sweep.py --list prints hours and disk by the plan
     "checks": {"preflight"},
-    "lab": {"report", "startup", "sweep", "train_grpo"},
+    "lab": {"report", "runlog", "startup", "sweep", "train_grpo"},
 }
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}

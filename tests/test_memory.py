@@ -37,7 +37,7 @@ from learner import Learner
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
 from policy import Policy
-from runlog import Heartbeat, StepTimer
+from runlog import Heartbeat, RunLog, StepTimer
 
 KINDS = ("tensor", "data", "expert", "expert_data")
 ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
@@ -170,7 +170,7 @@ def updated(
     policy = live_bytes.policy_of(parallel, cfg, arch, merges)
     with LiveBytes() as making:
         learner = Learner(cfg, policy, pad_token=0)
-    batch, heartbeat = live_bytes.rollout_of(cfg, shortest), Heartbeat(0, 0)
+    batch, heartbeat = live_bytes.rollout_of(cfg, shortest), Heartbeat(0, RunLog(cfg, 0))
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as work:
         if shortest is None:
             training.pad_rows(patch)

@@ -134,17 +134,6 @@ def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path
     assert list(run_record.checksums(tmp_path)) == sealed
 
 
-def test_checks_that_warned_are_found_once_each(tmp_path: Path) -> None:
-    said = (
-        "12:00:00 warning: checks.entropy: step 9: 1e-5\n  look at: optim.lr\n"
-        "12:00:01 step 10/20  reward 0.5\n12:00:02 warning: checks.unparsable: step 12: 96.0%\n  look at: it\n"
-        "12:00:09 resumed x after 8 of 20 steps\n12:00:10 warning: checks.entropy: step 10: 2e-5\n"
-    )
-    assert run_record.checks_fired(tmp_path) == {}
-    (tmp_path / "log.txt").write_text(said)
-    assert run_record.checks_fired(tmp_path) == {"entropy": "step 9: 1e-5", "unparsable": "step 12: 96.0%"}
-
-
 def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Path) -> None:
     cfg = config_in(tmp_path)
     for name in ("resume-old", "resume-1"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import saved
 from pytest import MonkeyPatch
 from saved import config_in
 from tiers import ci
@@ -30,12 +31,12 @@ OpenRun = Callable[..., runlog.RunLog]
 
 @pytest.fixture
 def open_run(monkeypatch: MonkeyPatch) -> Iterator[OpenRun]:
-    """runlog.open_run without the slow look at the environment; what it opened is closed when the test ends."""
+    """RunLog.open without the slow look at the environment; what it opened is closed when the test ends."""
     monkeypatch.setattr(run_record, "environment", lambda world_size: {"world_size": world_size})
     logs = []
 
     def opened(*arguments: object, **named: object) -> runlog.RunLog:
-        logs.append(runlog.open_run(*arguments, **named))
+        logs.append(saved.opened(*arguments, **named))
         return logs[-1]
 
     yield opened
@@ -83,7 +84,7 @@ def test_other_ranks_write_nothing(cfg: Config, open_run: OpenRun) -> None:
     fill(log, 0, 2)
     log.rewind(1)
     log.say("quiet")
-    log.finish("quiet")
+    log.finish("quiet", {})
     assert log.evaluations() == [] and not Path(cfg.train.out_dir).exists()
 
 
@@ -106,8 +107,7 @@ def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
     now = [1000.0]
     monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
     log = open_run(cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 100})}), 1, 0)
-    heartbeat = runlog.Heartbeat(0, 0)
-    heartbeat.log = log
+    heartbeat = runlog.Heartbeat(0, log)
 
     def later(seconds: float, place: str = "") -> list[str]:
         now[0] += seconds
@@ -130,9 +130,9 @@ def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
 
 def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFixture) -> None:
     fill(log, 0, 4)
-    log.finish("arithmetic accuracy 25.0 % -> 66.7 %")
+    log.finish("arithmetic accuracy 25.0 % -> 66.7 %", {"entropy": "step 9: 1e-5"})
     done = json.loads((log.run_dir / "finished.json").read_text())
-    assert done["result"] == "arithmetic accuracy 25.0 % -> 66.7 %"
+    assert done["result"] == "arithmetic accuracy 25.0 % -> 66.7 %" and done["checks"] == {"entropy": "step 9: 1e-5"}
     for name in ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl"):
         assert done["sha256"][name] == hashlib.sha256((log.run_dir / name).read_bytes()).hexdigest()
     assert capsys.readouterr().out.splitlines()[-1] == done["result"]

@@ -18,13 +18,13 @@ from types import SimpleNamespace
 import pytest
 from killed import in_child
 from pytest import MonkeyPatch
-from saved import config_in
+from saved import config_in, opened
 from source import ROOT
 
 import run_record
-import runlog
 import train_grpo
 from lab import trackers
+from runlog import RunLog
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -39,14 +39,14 @@ def offline(monkeypatch: MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ the real packages
 
 
-def log_steps(log: runlog.RunLog, names: tuple[str, ...], first: int, end: int) -> None:
-    log.trackers = trackers.Trackers(names, log.run_dir, first, log.say)
+def log_steps(log: RunLog, first: int, end: int) -> None:
+    log.open_trackers(first)
     for step in range(first + 1, end + 1):
         log.log_step(step, {"reward/mean": step / 8, "actor/kl_loss": float("nan")}, {"perf/device": "cpu"})
         log.log_eval(step, {"eval/greedy_accuracy": step / 4}, [])
         row = {"question": "1 + 1?", "gold": "2", "completion": f"<b>{step}\ud800", "reward": 0.5, "tokens": 3}
         log.log_rows("completions.jsonl", step, [row])
-    assert [*log.trackers.open] == [*names]
+    assert [*log.trackers.open] == [*log.cfg.train.trackers]
 
 
 def test_a_resumed_run_is_shown_under_one_id_without_secrets(
@@ -56,20 +56,21 @@ def test_a_resumed_run_is_shown_under_one_id_without_secrets(
     monkeypatch.setattr(run_record, "environment", lambda world_size: {"world_size": world_size})
     monkeypatch.setenv("TRACKERS_DIR", tracker_packages)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # wandb keeps a log of its own there
-    cfg = config_in(tmp_path)
+    cfg = config_in(tmp_path, trackers=("tensorboard", "wandb"))
+    more = config_in(tmp_path, trackers=("tensorboard", "wandb", "swanlab"))
 
     def begin() -> None:
         trackers.refuse_missing(trackers.OPEN)
-        log = runlog.open_run(cfg, 1, 0)
-        log_steps(log, ("tensorboard", "wandb"), 0, 4)
+        log = opened(cfg)
+        log_steps(log, 0, 4)
         log.close()
 
     def resume() -> None:
         trackers.refuse_missing(trackers.OPEN)
-        log = runlog.open_run(cfg, 1, 0, resume=next(Path(cfg.train.out_dir).glob("*-*")))
+        log = opened(more, resume=next(Path(cfg.train.out_dir).glob("*-*")))
         log.rewind(2)
-        log_steps(log, ("tensorboard", "wandb", "swanlab"), 2, 6)
-        log.finish("done")
+        log_steps(log, 2, 6)
+        log.finish("done", {})
 
     assert in_child(begin) == in_child(resume) == 0
     (run_dir,) = Path(cfg.train.out_dir).glob("*-*")

@@ -43,6 +43,18 @@ def said_in(rows: list[dict], **changes: object) -> list[str]:
     return said
 
 
+def test_the_first_warning_of_each_check_is_kept_also_over_a_resume() -> None:
+    cfg = training.config(Path("none"), Path("none"), **ALL_WARN)
+    first = Tripwires(cfg, print)
+    for step in (9, 10):
+        first.trip("entropy", f"step {step}: 1e-5", "optim.lr")
+    again = Tripwires(cfg, print, first.messages)
+    again.trip("entropy", "step 10: 1e-5", "optim.lr")
+    again.trip("unparsable", "step 12: 96.0%", "the prompt")
+    assert first.messages == {"entropy": "step 9: 1e-5"}
+    assert again.messages == {"entropy": "step 9: 1e-5", "unparsable": "step 12: 96.0%"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "usual", "sound", "broken"), [("fp32", 2e-7, 6e-5, 2e-4), ("bf16", 3e-3, 0.025, 0.04)]
 )

@@ -24,7 +24,7 @@ from learner import MOMENTS, Learner
 from parallel_setup import Parallel
 from policy import Policy
 from rollout import Rollout
-from runlog import Heartbeat, StepTimer
+from runlog import Heartbeat, RunLog, StepTimer
 
 pytestmark = pytest.mark.device
 LAYOUTS = world.TESTED
@@ -47,7 +47,7 @@ def _errors(
     policy.load_(factors)
     learner = Learner(cfg, policy, pad_token=0)
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)
-    timer = StepTimer(Heartbeat(0, 0), 0, parallel.device)
+    timer = StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device)
     learner.update(batch, [], advantages.flatten(), 0, timer)
     metrics = learner.update(batch, [], advantages.flatten(), 1, timer)
     tensors, _ = parallel.gather_objects(learner.state())[0]  # rank 0 alone gets them

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import checkpoint
 from knobs import Config, DataConfig, ModelConfig, TrainConfig
+from runlog import RunLog
 
 
 def config_in(folder: Path, **train: object) -> Config:
@@ -16,6 +17,12 @@ def config_in(folder: Path, **train: object) -> Config:
     return Config(
         name="tiny", model=ModelConfig(path="none"), data=DataConfig(source="arithmetic"), train=TrainConfig(**settings)
     )
+
+
+def opened(cfg: Config, world_size: int = 1, rank: int = 0, resume: Path | None = None) -> RunLog:
+    log = RunLog(cfg, rank)
+    log.open(world_size, resume)
+    return log
 
 
 def tensors_of(step: int, size: int = 64) -> dict[str, dict[str, Tensor]]:

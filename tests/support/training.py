@@ -30,7 +30,7 @@ from inputs.scoring import Scorer
 from knobs import Config
 from lab import curves
 from learner import Learner
-from runlog import Heartbeat
+from runlog import Heartbeat, RunLog
 from tripwires import Tripped
 
 SIZES = dict(
@@ -119,7 +119,8 @@ def start(cfg: Config, layout: str) -> None:
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
         inputs = check.check_inputs(cfg, world.LAYOUTS[layout][0], scorer)
         check.check_answers(cfg, scorer)
-        train_grpo.train(cfg, world.open_layout(layout), Heartbeat(0, 0), inputs)
+        parallel = world.open_layout(layout)
+        train_grpo.train(cfg, parallel, Heartbeat(0, RunLog(cfg, parallel.rank)), inputs)
 
 
 def lighten(lenient: bool = True) -> None:
