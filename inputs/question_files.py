@@ -1,7 +1,8 @@
-"""Files of questions (.jsonl, .json, .parquet): their rows as prompts and gold answers, and GSM8K's forms.
+"""Files of questions (.jsonl, .json, .parquet): their rows as prompts and gold answers.
 
-A row that cannot be used is an InputError with the file, the number of the row, what was found and what is needed; no
-row is skipped or repaired silently.  Rows count from 1; the number of a jsonl row is that of its line.
+FORMS are the ways in which GSM8K and its copies are published; data.columns names the columns of any other file. A row
+that cannot be used is an InputError with the file, the number of the row, what was found and what is needed; no row is
+skipped or repaired silently. Rows count from 1; the number of a jsonl row is that of its line.
 """
 
 import io
@@ -9,7 +10,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -20,15 +21,12 @@ from reward_gsm8k import gold_answer
 
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
 OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
-LONGEST_TEXT = 100_000  # characters; the longest text of GSM8K has about 1,000
-
 
 # Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
 # and the empty pattern of Braille.
 INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\ufe00-\ufe0f\ufff0-\ufff8\U00016fe4\U000e0000-\U000e0fff]"
 )
-
 
 Turn = tuple[str, str]  # role (system, user or assistant) and text
 
@@ -47,14 +45,31 @@ class Row(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One way to write questions and answers as columns of a table."""
+    """One way to write questions and answers as columns; a.b is the column b of the object in column a, "" is none."""
 
     name: str
-    columns: tuple[str, ...]  # a file has this form if its first row has these columns
-    parse: Callable[[dict[str, Any]], tuple[list[Turn], str]]  # row -> (turns, worked answer)
+    needs: tuple[str, ...]  # a file has this form if its first row has these columns
+    question: str  # column of a text, or of a list of turns
+    answer: str  # column of the worked answer, which ends in `#### N`; LAST_TURN: an assistant turn after the question
+    number: str = ""  # column of N alone; one of the two is enough
+    bare_question: str = ""  # column of the last user turn without the instruction of the file's author
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
+LAST_TURN = "the assistant turn"  # no file has a column of this name
+FORMS = (
+    Form("question/answer columns", ("question", "answer"), "question", "answer"),
+    Form("chat form, messages", ("messages",), "messages", LAST_TURN, "answer"),
+    Form(
+        "chat form, prompt with reward_model; the instruction comes from data.instruction",
+        ("prompt",),
+        "prompt",
+        "extra_info.answer",
+        "reward_model.ground_truth",
+        "extra_info.question",
+    ),
+)
+
+
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Row], str]:
     """The rows of one file or several, and the name of its form, which the first row of all decides.
 
@@ -68,61 +83,152 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
     one of FORMS, and the gold answer is the number after `####`.
     """
     form: Form | None = None
-    rows: list[Row] = []
+    rows: dict[str, tuple[str, Row]] = {}  # the question as it is compared -> where it is asked first, and its row
     num_rows = 0
-    hint = "" if columns else f"; {OTHER_COLUMNS}"
-    asked: dict[str, tuple[Path, int, str]] = {}  # question -> file and row that asks it first, and its answer
     for path in map(Path, listed(paths)):
-        before = num_rows
-        for number, row in _table(path):
+        for where, raw in _table(path):
             num_rows += 1
             try:
-                if not isinstance(row, dict):
-                    raise InputError(f"found {type(row).__name__}; needed: an object with columns")
-                lower = {name.lower(): value for name, value in row.items()}
-                form = form or next((form for form in FORMS if lower.keys() >= set(form.columns)), None)
                 if columns:
-                    turns, answer = _by_name(row, columns)
-                elif form is None:
-                    raise InputError(
-                        f"found the columns {', '.join(sorted(lower)) or 'none'}; needed: an object with columns "
-                        "question and answer, or messages, or prompt with reward_model"
-                    )
-                elif len(lower) < len(row):
-                    raise InputError(
-                        f"found the columns {', '.join(row)}; needed: names that differ in more than capitals"
-                    )
+                    row = _by_name(raw, columns)
                 else:
-                    turns, answer = form.parse(lower)
-                gold = answer if columns else gold_number(answer)
-                question = "\n\n".join(text for role, text in turns if role != "system")
-                compared = alike(question)
-                if not compared:
-                    raise InputError("question: found an empty text")
+                    form = form or _form_of(raw)
+                    row = _by_form(raw, form)
             except InputError as error:
-                raise InputError(f"{path}, row {number}: {error}{hint}") from error
-            if compared not in asked:
-                asked[compared] = path, number, gold
-                rows.append(Row(question, answer, gold, turns, row))
-            file, first, known = asked[compared]
-            if _value(gold) != _value(known):
+                hint = "" if columns else f"; {OTHER_COLUMNS}"
+                raise InputError(f"{where}: {error}{hint}") from error
+            first, known = rows.setdefault(alike(row.question), (where, row))
+            if _value(row.gold) != _value(known.gold):
                 raise InputError(
-                    f"{path}, row {number}: answer: {gold[:60]}; {'' if file == path else f'{file}, '}row {first} has "
-                    f"the same question with {known[:60]}; needed: one answer"
+                    f"{where}: answer: {row.gold[:60]}; {first} has the same question with {known.gold[:60]}; needed: "
+                    "one answer"
                 )
-        if num_rows == before:
-            raise InputError(f"{path}: no rows found; needed: at least one question")
-    name = form.name if form and not columns else f"columns {' and '.join((columns or {}).values())}"
-    there = f"{num_rows} rows"
-    if len(rows) < num_rows:
-        there += f", {len(rows)} different question{'s' * (len(rows) > 1)}"
-        name += f"; {there}"
-    if count > len(rows):
-        raise InputError(f"data.num_train: found {count}; {', '.join(listed(paths))}: {there}; needed: no more")
+    questions = [row for _, row in rows.values()]
+    name = form.name if form else f"columns {' and '.join((columns or {}).values())}"
+    size = f"{num_rows} rows"
+    if len(questions) < num_rows:
+        size += f", {len(questions)} different question{'s' * (len(questions) > 1)}"
+        name += f"; {size}"
+    if count > len(questions):
+        raise InputError(f"data.num_train: found {count}; {', '.join(listed(paths))}: {size}; needed: no more")
     if not count:
-        return rows, name
-    chosen = [rows[place * len(rows) // count] for place in range(count)]
-    return chosen, f"{name}; {count} of {len(rows)}, evenly spaced"
+        return questions, name
+    chosen = [questions[index * len(questions) // count] for index in range(count)]
+    return chosen, f"{name}; {count} of {len(questions)}, evenly spaced"
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _form_of(raw: dict[str, Any]) -> Form:
+    """The first of FORMS whose columns the row has, in any case of letters."""
+    names = {name.lower() for name in raw}
+    for form in FORMS:
+        if names.issuperset(form.needs):
+            return form
+    raise InputError(
+        f"found the columns {', '.join(sorted(names)) or 'none'}; needed: an object with columns question and answer, "
+        "or messages, or prompt with reward_model"
+    )
+
+
+def _by_form(raw: dict[str, Any], form: Form) -> Row:
+    """The row of a file that has one of FORMS; the gold answer is the number after `####`."""
+    row = {name.lower(): value for name, value in raw.items()}
+    turns, last_turn = _turns(row, form.question)
+    if _column(row, form.bare_question) is not None:
+        turns[-1] = ("user", _text(row, form.bare_question))
+    answer = last_turn
+    if _column(row, form.answer) is not None:
+        answer = _text(row, form.answer)
+    if _column(row, form.number) is not None:
+        number = _text(row, form.number)
+        answer = _with_number(answer, number if "####" in number else f"#### {number}", form)
+    if answer is None:
+        raise InputError(f"{form.answer}: missing or null; found the columns {', '.join(row)}")
+    return Row(_question(turns), answer, gold_number(answer), turns, raw)
+
+
+def _with_number(answer: str | None, number: str, form: Form) -> str:
+    """The worked answer of a row that has `#### N` in another column as well, or alone there."""
+    if answer is None:
+        return number
+    if "####" not in answer:
+        return f"{answer}\n{number}"
+    golds = gold_number(answer), gold_number(number)
+    if golds[0] != golds[1]:
+        raise InputError(f"two different answers: {form.answer} says {golds[0]}, {form.number} says {golds[1]}")
+    return answer
+
+
+def _by_name(raw: dict[str, Any], columns: Mapping[str, str]) -> Row:
+    """The row of a file whose columns have the names in ``columns``; the gold answer is a text or a number."""
+    turns, _ = _turns(raw, columns["question"])
+    found = _column(raw, columns["answer"])
+    is_number = isinstance(found, int | float | Decimal) and not isinstance(found, bool)
+    gold = str(found) if is_number and math.isfinite(found) else _text(raw, columns["answer"]).strip()
+    return Row(_question(turns), gold, gold, turns, raw)
+
+
+def _question(turns: list[Turn]) -> str:
+    return "\n\n".join(text for role, text in turns if role != "system")
+
+
+def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
+    """The turns in a column up to the last user turn, and the text of an assistant turn after it.
+
+    A text is one user turn. In a list a system turn may come first; then user and assistant take turns.
+    """
+    found = _column(row, name)
+    if not isinstance(found, list):
+        return [("user", _text(row, name))], None
+    if not all(isinstance(turn, dict) for turn in found):
+        raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
+    roles = [str(turn.get("role")) for turn in found]
+    talk = roles[1:] if roles[:1] == ["system"] else roles
+    if not talk or any(role != ("user", "assistant")[index % 2] for index, role in enumerate(talk)):
+        raise InputError(
+            f"{name}: found the turns {', '.join(roles) or 'none'}; needed: system or not, then user and assistant by "
+            "turns"
+        )
+    turns = [(role, _text(turn, "content")) for role, turn in zip(roles, found, strict=True)]
+    if roles[-1] == "user":
+        return turns, None
+    return turns[:-1], turns[-1][1]
+
+
+def _column(row: dict[str, Any], name: str) -> Any:
+    """The value of a column, None if there is none; a name with dots leads into objects."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    """The text in column ``name``, which must be there, not empty, and valid Unicode."""
+    value = _column(row, name)
+    if value is None:
+        raise InputError(f"{name}: missing or null; found the columns {', '.join(map(str, row)) or 'none'}")
+    if not isinstance(value, str):
+        raise InputError(f"{name}: found {shown(value)}; needed: a text")
+    if not value.strip():
+        raise InputError(f"{name}: found an empty text")
+    if UNUSABLE.search(value):
+        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
+    return value
+
+
+def gold_number(answer: str) -> str:
+    """The final number of a worked answer; raises InputError unless it ends in exactly one `#### N`."""
+    try:
+        gold = gold_answer(answer) if answer.count("####") == 1 else ""
+    except ValueError:
+        gold = ""
+    if not NUMBER.fullmatch(gold):
+        found = ascii(answer[-50:])  # ascii: digits of another script look like ours
+        raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
+    return gold
 
 
 def _value(gold: str) -> Decimal | str:
@@ -146,149 +252,48 @@ def alike(question: str) -> str:
     return words(INVISIBLE.sub("", text))
 
 
-def gold_number(answer: str) -> str:
-    """The final number of a worked answer; raises InputError unless it ends in exactly one `#### N`."""
-    try:
-        gold = gold_answer(answer) if answer.count("####") == 1 else ""
-    except ValueError:
-        gold = ""
-    if not NUMBER.fullmatch(gold):
-        found = ascii(answer[-50:])  # ascii: digits of another script look like ours
-        raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
-    return gold
+# --------------------------------------------------------------------------------------------------------------- tables
 
 
-def _by_name(row: dict[str, Any], columns: Mapping[str, str]) -> tuple[list[Turn], str]:
-    """A question (a text or a list of turns) and an answer (a text or a number) in the columns of these names."""
-    question, answer = columns["question"], _column(row, columns["answer"])
-    turns = _turns(row, question)[0] if isinstance(_column(row, question), list) else _user(row, question)
-    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
-        return turns, str(answer)
-    return turns, _text(row, columns["answer"]).strip()
+def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file and number, row) of each row of a file, whose ending says how it is written.
 
-
-def _user(row: dict[str, Any], name: str) -> list[Turn]:
-    return [("user", _text(row, name))]
-
-
-def _parse_messages(row: dict[str, Any]) -> tuple[list[Turn], str]:
-    turns, assistant = _turns(row, "messages")
-    short = _text(row, "answer") if row.get("answer") is not None else None
-    return turns, _one_answer("the assistant turn", assistant, "answer", short)
-
-
-def _parse_prompt(row: dict[str, Any]) -> tuple[list[Turn], str]:
-    turns = _turns(row, "prompt")[0]
-    extra, reward = ({} if row.get(name) is None else row[name] for name in ("extra_info", "reward_model"))
-    if not isinstance(extra, dict) or not isinstance(reward, dict):
-        raise InputError("extra_info and reward_model: needed: objects")
-    # The text of `prompt` ends with an instruction of its author; extra_info has the question without it.
-    if "question" in extra:
-        turns = [*turns[:-1], *_user(extra, "question")]
-    worked = _text(extra, "answer") if "answer" in extra else None
-    short = _text(reward, "ground_truth") if "ground_truth" in reward else None
-    return turns, _one_answer("extra_info.answer", worked, "reward_model.ground_truth", short)
-
-
-FORMS = (
-    Form(
-        "question/answer columns",
-        ("question", "answer"),
-        lambda row: (_user(row, "question"), _text(row, "answer")),
-    ),
-    Form("chat form, messages", ("messages",), _parse_messages),
-    Form(
-        "chat form, prompt with reward_model; the instruction comes from data.instruction",
-        ("prompt",),
-        _parse_prompt,
-    ),
-)
-
-
-def _one_answer(name: str, text: str | None, short_name: str, short: str | None) -> str:
-    """The worked answer of a row, from a text and from a short form that may be a number alone; None for absent ones.
-
-    Both numbers must agree. The first of the two that ends in '#### N' is the answer, or else the text and the number.
+    Not by pandas: it would change what a reward gets (null to nan, whole numbers beside null to fractions).
     """
-    if short is not None and "####" not in short:
-        number = short.replace(",", "").strip()
-        if not NUMBER.fullmatch(number):
-            raise InputError(f"{short_name}: found {shown(short)}; needed: a number, or a text that ends in '#### N'")
-        short = f"#### {number}" if text is None or "####" in text else f"{text}\n#### {number}"
-    worked = {name: found for name, found in ((name, text), (short_name, short)) if found and "####" in found}
-    if not worked:
-        found = "no answer" if text is None else shown(text)
-        raise InputError(f"found {found}; needed: {name} or {short_name}, ending in '#### ' and a number")
-    golds = {name: gold_number(found) for name, found in worked.items()}
-    if len(set(golds.values())) > 1:
-        raise InputError("two different answers: " + ", ".join(f"{name} says {gold}" for name, gold in golds.items()))
-    return next(iter(worked.values()))
-
-
-def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
-    """The turns of a chat up to its last user turn, and the text of an assistant turn after it; InputError for others.
-
-    A system turn may come first; then user and assistant take turns.
-    """
-    found = _column(row, name)
-    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
-        raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
-    roles = [turn.get("role") for turn in found]
-    talk = roles[1:] if roles[:1] == ["system"] else roles
-    if not talk or any(role != ("user", "assistant")[place % 2] for place, role in enumerate(talk)):
-        raise InputError(
-            f"{name}: found the turns {', '.join(map(str, roles)) or 'none'}; needed: system or not, then user and "
-            "assistant by turns"
-        )
-    turns = [(turn["role"], _text(turn, "content")) for turn in found]
-    return (turns, None) if turns[-1][0] == "user" else (turns[:-1], turns[-1][1])
-
-
-def _column(row: dict[str, Any], name: str) -> Any:
-    """The value of a column; a name with dots leads into objects."""
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise InputError(f"{name}: missing; found {', '.join(map(str, row)) or 'nothing'}")
-        value = value[part]
-    return value
-
-
-def _text(row: dict[str, Any], name: str) -> str:
-    """The text in column ``name``, which must be there, not empty, not too long, and valid Unicode."""
-    value = _column(row, name)
-    if not isinstance(value, str):
-        raise InputError(f"{name}: found {shown(value)}; needed: a text")
-    if not value.replace(",", "").strip():  # rewards ignore commas
-        raise InputError(f"{name}: found an empty text")
-    if len(value) > LONGEST_TEXT:
-        raise InputError(f"{name}: found {len(value)} characters; needed: at most {LONGEST_TEXT}")
-    if UNUSABLE.search(value):
-        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
-    return value
-
-
-def _table(path: Path) -> Iterable[tuple[int, Any]]:
-    """(number, row) of each row of a file, whose ending says how it is written."""
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     data = read_bytes(path, LINES_MIB)
-    _check_ending(path, *readers)
-    return readers[path.suffix](data, path)
+    if path.suffix not in readers:
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(readers)}")
+    rows = []
+    for number, row in readers[path.suffix](data, path):
+        where = f"{path}, row {number}"
+        if not isinstance(row, dict):
+            raise InputError(f"{where}: found {type(row).__name__}; needed: an object with columns")
+        rows.append((where, row))
+    if not rows:
+        raise InputError(f"{path}: no rows found; needed: at least one question")
+    return rows
 
 
-def _check_ending(path: Path, *endings: str) -> None:
-    if path.suffix not in endings:
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(endings)}")
+def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
+    # Split at \n alone: splitlines() of a text would also split at U+2028 inside a question.
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            if line.strip():
+                yield number, json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     """The rows of a list of objects, or of an object that holds one list."""
     try:
-        found = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number, object_pairs_hook=_object)
+        found = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {one_line(error)}") from error
-    lists = [value for value in found.values() if isinstance(value, list)] if isinstance(found, dict) else [found]
-    if len(lists) != 1 or not isinstance(lists[0], list):
+    values = found.values() if isinstance(found, dict) else [found]
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) != 1:
         raise InputError(f"{path}: found {len(lists)} lists of rows; needed: a list of objects, or an object with one")
     return enumerate(lists[0], start=1)
 
@@ -297,37 +302,8 @@ def _parquet_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    rows: list[Any] = []
-    size = 0
     try:
-        file = parquet.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
-        for batch in file.iter_batches(batch_size=1024, use_threads=False):
-            rows += batch.to_pylist()
-            size += batch.nbytes
-            if size > LINES_MIB * 2**20:  # run-length coding lets a short file hold very many rows
-                raise InputError(f"more than {LINES_MIB} MiB of rows, the most that is read")
+        table = parquet.read_table(io.BytesIO(data), page_checksum_verification=True, use_threads=False)
+        return enumerate(table.to_pylist(), start=1)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InputError(f"{path}: not a readable parquet file: {one_line(error)}") from error
-    return enumerate(rows, start=1)
-
-
-def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    # Split at \n alone: splitlines() of a text would also split at U+2028 inside a question.
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            if line.strip():
-                yield number, json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}, row {number}: byte {error.start} is not UTF-8; needed: UTF-8") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"found a column twice among {', '.join(name for name, _ in pairs)}; needed: each once")
-    return dict(pairs)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"found {name}, which is no JSON; needed: a number or null")

@@ -113,17 +113,6 @@ def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: P
     assert read_pairs(path) == [(row["question"], row["answer"]) for row in ROWS]
 
 
-def test_a_short_parquet_file_of_very_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run-length coding makes one page of millions of equal rows."""
-    path = tmp_path / "many.parquet"
-    rows = 5000
-    parquet.write_table(pyarrow.table({"question": ["2?" * 500] * rows, "answer": ["#### 3"] * rows}), path)
-    assert path.stat().st_size < 20_000 and question_files.read(path)[1].endswith("5000 rows, 1 different question")
-    monkeypatch.setattr(question_files, "LINES_MIB", 2)
-    with pytest.raises(InputError, match="many.parquet: .*more than 2 MiB of rows"):
-        question_files.read(path)
-
-
 # ----------------------------------------------------------------------------------------------------- equal questions
 @pytest.mark.parametrize(
     "other",
@@ -138,7 +127,9 @@ def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path
     path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
     assert read_pairs(path) == [(first["question"], first["answer"])]  # one answer: the first row stands for both
     write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
-    with pytest.raises(InputError, match="train.jsonl, row 3: answer: 4; row 2 has the same question with 3; needed"):
+    with pytest.raises(
+        InputError, match="train.jsonl, row 3: answer: 4; .*train.jsonl, row 2 has the same question with 3; need"
+    ):
         question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
     with pytest.raises(InputError, match="which is asked as well"):
@@ -191,7 +182,7 @@ USER = {"role": "user", "content": "1+1?"}
 MALFORMED = {
     "missing column": (
         GOOD + line({"question": "1+1?"}),
-        r", row 2: answer: missing; found question; data.source=file reads ",
+        r", row 2: answer: missing or null; found the columns question; data.source=file reads ",
     ),
     "unknown form": (line({"input": "1+1?", "output": "2"}), r", row 1: found the columns input, output; needed: "),
     "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; needed: .*'#### '"),
@@ -201,13 +192,11 @@ MALFORMED = {
     ),
     "answer null": (
         line({**ROWS[0], "answer": None}),
-        r", row 1: answer: found nothing; needed: a text; data.source=file reads ",
+        r", row 1: answer: missing or null; found the columns question, answer; data.source=file reads ",
     ),
     "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
-    "a column twice": (b'{"question": "2?", "question": "3?", "answer": "#### 1"}', r", row 1: .* a column twice"),
-    "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: byte 14 is not UTF-8"),
+    "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: not one JSON .*byte 0xff in position 14"),
     "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),
-    "same name twice": (line({**ROWS[0], "Answer": "#### 6"}), r", row 1: found the columns question, answer, Answer"),
     "empty file": (b"", r"rows\.jsonl: no rows found"),
     "chat: two user turns": (
         line({"messages": [{"role": "system", "content": "Hi"}, USER, USER], "answer": "#### 2"}),
@@ -217,7 +206,10 @@ MALFORMED = {
         line({"messages": [{"role": "system", "content": "Hi"}], "answer": "#### 2"}),
         r", row 1: messages: found the turns system; needed: ",
     ),
-    "chat: unmarked turn": (line({"messages": [USER, {"role": "assistant", "content": "two"}]}), r"row 1: found 'two'"),
+    "chat: unmarked turn": (
+        line({"messages": [USER, {"role": "assistant", "content": "two"}]}),
+        r"row 1: answer: found 'two'",
+    ),
     "chat: two answers": (
         line(chat(ROWS[0], answer="6")),
         r", row 1: two different answers: the assistant turn says 5, answer says 6; data.source=file reads ",
@@ -340,7 +332,7 @@ def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"problem": "1?"}, "row 2: answer: missing; found problem$"),
+        ({"problem": "1?"}, "row 2: answer: missing or null; found the columns problem$"),
         ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
         ({"problem": "1?", "answer": [1]}, r"row 2: answer: found \[1\]; needed: a text"),
         ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
@@ -349,7 +341,7 @@ def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Pat
         ({"problem": "which DIGITS? {0}", "answer": "25"}, None),  # the same number
         (
             {"problem": "which DIGITS? {0}", "answer": "x"},
-            "row 2: answer: x; {first}row 2 has the same question with 025",
+            "row 2: answer: x; {first}, row 2 has the same question with 025",
         ),
     ],
 )
@@ -360,13 +352,11 @@ def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, t
     if message is None:
         assert len(question_files.read((str(first), str(path)), columns)[0]) == 3
         return
-    with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', f'{first}, ')}"):
+    with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', str(first))}"):
         question_files.read((str(first), str(path)), columns)
 
 
-@pytest.mark.parametrize(
-    "content", ['{"a": 1}', '{"a": [], "b": []}', "3", '[{"problem": NaN}]', "[", '{"a": [1], "a": [2]}']
-)
+@pytest.mark.parametrize("content", ['{"a": 1}', '{"a": [], "b": []}', "3", "["])
 def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
