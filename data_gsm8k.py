@@ -6,7 +6,6 @@ their first operands: no operation of training has such a pair, not even as an e
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import random
@@ -20,7 +19,7 @@ import numpy as np
 
 from config import derive_seed
 from inputs import question_files
-from inputs.files import InputError, check_folder, one_line, read_object, refuse_endless, shown
+from inputs.files import InputError, one_line, read_bytes, read_object, shown
 from inputs.paths import Paths, listed
 from inputs.question_files import Row, Turn
 from knobs import GENERATED, DataConfig
@@ -52,6 +51,9 @@ OPERATIONS = {"+": operator.add, "-": operator.sub}
 LOWEST_OPERAND = 1
 ONE = (1, 1)  # the fewest and the most operations of a question
 MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
+
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
@@ -152,12 +154,10 @@ def load(
     """
     rows, source, form = read(data, split)
     examples = few_shot(data, rows)
-    what = "chat template" if tokenizer.chat_template else "tokenizer"  # whose pattern for splitting may be endless
-    ids = functools.partial(prompt_ids, tokenizer=tokenizer, data=data, examples=examples)
-    refuse_endless(lambda: ids(rows[0].turns), f"{tokenizer.name_or_path}: the {what}")
     questions = []
     for row in rows:
-        questions.append(Question(row.question, row.answer, row.gold, ids(row.turns), row.columns))
+        prompt = prompt_ids(row.turns, tokenizer=tokenizer, data=data, examples=examples)
+        questions.append(Question(row.question, row.answer, row.gold, prompt, row.columns))
         beat()
     _refuse_equal_prompts(questions, tokenizer)
     limit = data.max_prompt_tokens
@@ -196,8 +196,9 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(model_dir)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; needed: a model directory with tokenizer.json")
-    check_folder(folder)
     files = {path.name for path in folder.iterdir()}
+    for name in files & set(TOKENIZER_FILES):
+        read_bytes(folder / name)  # names a file that cannot be read, which the library does not
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
         raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
     settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}

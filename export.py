@@ -9,7 +9,6 @@ transformers and peft compute the trainer's log-probabilities from them. E exper
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -37,16 +36,12 @@ from config import changed_keys, command, load_recorded
 from inputs import hf_config
 from inputs.files import (
     InputError,
-    disk_errors,
-    finish_folder,
     first_names,
-    fresh_folder,
-    fsync_path,
-    is_leftover,
     read_bytes,
     read_object,
     read_tensors,
-    remove_leftover,
+    refuse_used,
+    whole_folder,
 )
 from knobs import Config, LoraConfig, ModelConfig
 from run_record import refuse_changed_inputs
@@ -313,34 +308,15 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         raise InputError(f"{folder}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
 
 
-@contextlib.contextmanager
-def _appears_whole(out_dir: Path) -> Iterator[Path]:
-    """A folder beside ``out_dir`` to write to; it gets that name when all is written, and is removed after an error."""
-    target = Path(os.path.realpath(out_dir))
-    aside = target.with_name(f".tmp-{target.name}")
-    try:
-        with disk_errors(out_dir, SafetensorError):
-            fresh_folder(aside)
-            yield aside
-            for path in aside.iterdir():
-                fsync_path(path)
-            finish_folder(aside, target)
-    finally:
-        if is_leftover(aside):  # otherwise it is a folder of the user
-            with contextlib.suppress(OSError):
-                remove_leftover(aside)
-
-
 def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, accept_changed_inputs: bool) -> str:
     """Write the run's model or adapter to ``out_dir``, and return the line that says what was written.
 
     InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or has
     changed since the run; accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
-    if out_dir.exists() and not is_leftover(Path(os.path.realpath(out_dir))):
-        raise InputError(f"{out_dir}: already there and not an empty directory; needed: a new one")
+    refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
-    with _appears_whole(out_dir) as folder:
+    with whole_folder(out_dir, SafetensorError) as folder:
         if as_adapter:
             if cfg.trains_merged:
                 _note(

@@ -29,7 +29,6 @@ from tqdm import tqdm
 from config import to_yaml
 from inputs import functions
 from inputs.files import (
-    LINES_MIB,
     InputError,
     opened,
     read_bytes,
@@ -66,12 +65,7 @@ def lock_file(path: Path) -> BinaryIO:
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
-    """The locked file run.lock, as from lock_file.
-
-    InputError if a file of the run is a pipe, because opening it would wait for a reader.
-    """
-    if pipes := [path for path in run_dir.iterdir() if path.is_fifo()]:
-        raise InputError(f"{pipes[0]}: found a pipe; needed: a file")
+    """The locked file run.lock, as from lock_file."""
     return lock_file(run_dir / "run.lock")
 
 
@@ -106,7 +100,7 @@ def json_line(row: dict[str, Any]) -> str:
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """The lines of a .jsonl file before the first incomplete one, each as bytes and decoded; [] without a file."""
     lines = []
-    for line in read_bytes(path, 4 * LINES_MIB).splitlines(keepends=True) if path.exists() else []:
+    for line in read_bytes(path).splitlines(keepends=True) if path.exists() else []:
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from config import command
-from inputs.files import InputError, disk_errors, finish_folder, fresh_folder, read_object
+from inputs.files import InputError, read_object, whole_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -182,16 +182,13 @@ def make(folder: Path) -> str:
         if not record.is_file() or read_object(record) != recipe(reader):
             raise InputError(f"{folder}: holds another model; needed: another folder, or delete this one")
         return f"{folder}: already made"
-    aside = folder.with_name(f".making-{folder.name}")
-    with disk_errors(folder):
-        fresh_folder(aside)
+    with whole_folder(folder) as aside:
         tensors = {name: tensor.contiguous() for name, tensor in weights(reader)}
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(reader, aside)
         (aside / "config.json").write_text(json.dumps(settings(reader), indent=1) + "\n")
         (aside / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 2}) + "\n")
         (aside / RECORD).write_text(json.dumps(recipe(reader), indent=1) + "\n")
-        finish_folder(aside, folder)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     return f"{folder}: made of {FILE}, {numbers:,} numbers in fp32"
 

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from architecture import Architecture, tensor_shapes
 from config import derive_seed, flatten
 from data_gsm8k import Line, Problem
 from inputs import hf_config
-from inputs.files import InputError, disk_errors, finish_folder, fresh_folder, read_object
+from inputs.files import InputError, aside, disk_errors, read_object, whole_folder
 from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
 from run_record import lock_file
@@ -129,34 +129,35 @@ def _next_action(cfg: Config, locks: ExitStack) -> str:
 def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> None:
     parallel = parallel_setup.open_layout(ParallelConfig(), device)
     folder, tiny = Path(cfg.model.path), cfg.tiny_model
-    aside = folder.with_name(f".making-{folder.name}")
-    if parallel.rank == 0:
-        print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
-        _write_random_model(cfg, aside)
-    dist.barrier()
-    if tiny.warm_start_steps:
-        arch = hf_config.read(aside)
-        model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
-        weights_hf.load(model, arch, parallel, aside)
-        _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(aside), beat)
+    unfinished = aside(folder)
+    with whole_folder(folder) if parallel.rank == 0 else nullcontext():
         if parallel.rank == 0:
-            weights_hf.save_model(weights_hf.export(model, arch, parallel), aside)
-    if parallel.rank == 0:
-        (aside / RECORD).write_text(json.dumps(recipe(cfg) | {"made_by_ranks": parallel.world_size}, indent=1) + "\n")
-        finish_folder(aside, folder)
+            print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
+            _write_random_model(cfg, unfinished)
+        dist.barrier()
+        if tiny.warm_start_steps:
+            arch = hf_config.read(unfinished)
+            model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
+            weights_hf.load(model, arch, parallel, unfinished)
+            _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(unfinished), beat)
+            if parallel.rank == 0:
+                weights_hf.save_model(weights_hf.export(model, arch, parallel), unfinished)
+        if parallel.rank == 0:
+            record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
+            (unfinished / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     dist.barrier()
     parallel_setup.close_layout()
 
 
 def untrained(cfg: Config, folder: Path) -> Config:
     """Write the model without its warm start to a new ``folder``, for checks of the input; -> cfg with this model."""
+    folder.mkdir()
     _write_random_model(cfg, folder)
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)}), "tiny_model": None})
 
 
 def _write_random_model(cfg: Config, folder: Path) -> None:
-    """Write config.json, generation_config.json, a tokenizer and random weights to a fresh ``folder``."""
-    fresh_folder(folder)
+    """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``."""
     (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, low, high = random.Random(1), data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high

@@ -37,7 +37,7 @@ from config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Engine
 from inputs import hf_config
-from inputs.files import UNFINISHED, InputError, fresh_folder
+from inputs.files import InputError, refuse_used
 from inputs.layout_rules import check_sides
 from inputs.scoring import Score
 from knobs import Config
@@ -68,8 +68,9 @@ def settings(cfg: Config) -> dict:
 
 
 def write_model(cfg: Config, folder: Path) -> None:
-    """Write that config.json and random weights to ``folder``. InputError if the folder belongs to the user."""
-    fresh_folder(folder)
+    """Write that config.json and random weights to ``folder``. InputError if there is something in it."""
+    refuse_used(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings(cfg), indent=1) + "\n")
     arch, dtype = hf_config.read(folder), devices.DTYPES[cfg.model.dtype]
     head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
@@ -285,16 +286,16 @@ def refuse(cfg: Config, ranks: int) -> None:
 def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
     """Write the model, compare trainer and sampler, and remove the model."""
     writes = os.environ.get("LOCAL_RANK", "0") == "0"  # on every node
+    if writes:
+        write_model(cfg, folder)
     try:
-        if writes:
-            write_model(cfg, folder)
         torch.distributed.barrier()
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)})})
         arch = hf_config.read(folder)
         rollout.check_engine(cfg, arch, parallel.world_size)
         figures = compare(cfg, arch, parallel)
     finally:
-        if writes and (folder / UNFINISHED).exists():
+        if writes:
             shutil.rmtree(folder)
     lines = as_text(figures)
     return launched.Answer(not figures["wrong"], "\n".join(lines), figures | {"text": lines})

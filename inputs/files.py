@@ -1,23 +1,17 @@
-"""Reads what a user gives, within limits: files, JSON objects, YAML, overrides, and numbers of the environment.
+"""Reads what a user gives: files, JSON objects, YAML, overrides, and numbers of the environment.
 
-Every reader returns a value or raises InputError, and does so soon: it never waits for a pipe, never reads a device
-without end, and never removes a folder of the user. Commands print an InputError with `refused`. Imports no torch.
+Every reader returns a value or raises InputError. No pickle is opened, and no code of a model's folder is run. Commands
+print an InputError with `refused`. Imports no torch.
 """
 
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
-import resource
 import shutil
-import signal
-import stat
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so many
-SETTINGS_MIB = 64  # the largest file of settings or records; the index of a model with 30,000 tensors has 3 MiB
-LINES_MIB = 1024  # the largest file of questions, or of the lines of a run
-LARGEST_YAML_MIB = 0.25  # a configuration has about 3 KiB; PyYAML needs 3 s for a file of this size
 LONGEST_MESSAGE = 1000  # characters
-SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # files of a model's folder that are read as a whole
-PROBE_SECONDS, AGAIN_SECONDS, PROBE_GIB = 10, 0.1, 2  # limits of refuse_endless: first call, second, memory
 # How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
 POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/annex/objects/")
-UNFINISHED = ".unfinished"  # this file marks a folder that this project is still filling
-UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: file names, tokens and UTF-8 cannot hold them
 
 
 class InputError(ValueError):
@@ -95,15 +82,6 @@ def refused(error: BaseException) -> int:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def refuse_special(path: str | Path, mode: int) -> None:
-    """InputError unless ``mode`` (st_mode of ``path``) is that of a regular file."""
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{path}: cannot be read (Is a directory)")
-    if not stat.S_ISREG(mode):
-        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise InputError(f"{path}: found {kind}; needed: a file")
-
-
 def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
     """InputError if the file only names the content that a version control system keeps elsewhere."""
     if file.peek(max(map(len, POINTERS))).startswith(POINTERS):
@@ -112,42 +90,28 @@ def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[io.BufferedReader]:
-    """The regular file at ``path``, open for reading: the one place that opens a file of the user's.
+    """The file at ``path``, open for reading: the one place that opens a file of the user's.
 
     InputError that names the file for every error of the system, also for one that comes while it is read.
     """
     try:
-        # O_NONBLOCK: opening a pipe does not wait for its writer.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            refuse_special(path, os.fstat(file.fileno()).st_mode)
+        with open(path, "rb") as file:
             yield file
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{shown(str(path))}: no name of a file ({error})") from None
     except OSError as error:  # an error while a file is read has a number, and no name of a file
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def read_bytes(path: str | Path, most_mib: float = SETTINGS_MIB) -> bytes:
-    """The content of a regular file of at most ``most_mib``; InputError if it cannot be read."""
-    most = int(most_mib * 2**20)
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file; InputError if it cannot be read."""
     with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
         refuse_pointer(path, file)
-        # Files in /proc hold more bytes than st_size says, so the length is checked after reading as well.
-        data: bytes | None = b"" if size > most else file.read(most + 1)
-    if data is None:
-        raise InputError(f"{path}: cannot be read (it does not wait for its writer, and holds nothing yet)")
-    if max(size, len(data)) > most:
-        raise InputError(f"{path}: larger than {most_mib:g} MiB, the most that is read of such a file")
-    return data
+        return file.read()
 
 
-def read_text(path: str | Path, most_mib: float = SETTINGS_MIB) -> str:
+def read_text(path: str | Path) -> str:
     """read_bytes, decoded; InputError for bytes that are not UTF-8."""
     try:
-        return read_bytes(path, most_mib).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
 
@@ -171,29 +135,12 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with opened(path) as file:  # refuses what is no file before the library opens it
+    with opened(path) as file:
         refuse_pointer(path, file)
         try:
             return load_file(path)
         except (SafetensorError, LookupError, RuntimeError) as error:  # a type of numbers that torch does not have
             raise InputError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-def check_folder(folder: Path) -> None:
-    """InputError if a library that opens the files of ``folder`` would wait for a pipe or read without end.
-
-    Every file must be a regular one, and one of SMALL_FILES must not be larger than SETTINGS_MIB.
-    """
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or not path.exists():  # a link to nothing cannot be opened, so it does no harm
-            continue
-        about = path.stat()
-        refuse_special(path, about.st_mode)
-        if path.suffix in SMALL_FILES:
-            if about.st_size > SETTINGS_MIB * 2**20:
-                raise InputError(f"{path}: larger than {SETTINGS_MIB} MiB, the most that is read of such a file")
-            with opened(path) as file:
-                refuse_pointer(path, file)  # reads: a library would not name the file that cannot be read
 
 
 def fsync_path(path: Path) -> None:
@@ -224,95 +171,39 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_path(path.parent)
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether ``path`` is a folder that a killed process of this project left (it has UNFINISHED), or an empty one."""
-    return path.is_dir() and not path.is_symlink() and ((path / UNFINISHED).is_file() or not any(path.iterdir()))
+def refuse_used(folder: Path) -> None:
+    """InputError unless ``folder`` is an empty folder, or not there."""
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder}: already there and not an empty directory; needed: a new one")
 
 
-def fresh_folder(path: Path) -> None:
-    """Make an empty folder to fill; it contains the file UNFINISHED until `finish_folder`.
+@contextlib.contextmanager
+def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
+    """A folder to fill (`aside`), which gets the name ``folder`` at the end of the block.
 
-    A folder that a killed process left is removed first. InputError if anything else has the name.
+    So there is never a half of it under that name. What an error or a killed process leaves is removed, and nothing
+    else. InputError if ``folder`` is in use or cannot be written; so are the ``others``.
     """
-    if os.path.lexists(path):
-        if not is_leftover(path):
-            raise InputError(f"{path}: in the way, and not made by this program; needed: another name for it")
-        remove_leftover(path)
-    path.mkdir(parents=True)
-    (path / UNFINISHED).touch()
+    target = Path(os.path.realpath(folder))
+    filling = aside(folder)
+    refuse_used(target)
+    with disk_errors(folder, *others):
+        shutil.rmtree(filling, ignore_errors=True)
+        filling.mkdir(parents=True)
+        try:
+            yield filling
+            for path in filling.iterdir():
+                fsync_path(path)
+            os.rename(filling, target)
+        except BaseException:
+            shutil.rmtree(filling, ignore_errors=True)
+            raise
 
 
-def finish_folder(path: Path, target: Path) -> None:
-    """Rename the folder ``path``, which fresh_folder made, to ``target``, where nothing or a leftover may be.
-
-    A process that is killed before the last line leaves a leftover, so that its command can be repeated.
-    """
-    if is_leftover(target):
-        remove_leftover(target)
-    os.rename(path, target)
-    fsync_path(target.parent)
-    (target / UNFINISHED).unlink()
-
-
-def remove_leftover(folder: Path) -> None:
-    """Remove a leftover. UNFINISHED is the last of its files, so that the rest is still one after a kill half-way."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != UNFINISHED:
-            path.unlink()
-    shutil.rmtree(folder)
-
-
-# ----------------------------------------------------------------------------------------- programs that models contain
-
-
-def refuse_endless(work: Callable[[], object], what: str, cpu_seconds: int = PROBE_SECONDS) -> None:
-    """InputError unless ``work`` ends in PROBE_SECONDS and PROBE_GIB, and when called again in AGAIN_SECONDS.
-
-    A model's folder contains programs (chat templates, patterns) that may run for ever, so ``work`` is tried in a
-    process of its own, which may also use at most ``cpu_seconds``. An exception of ``work`` is not reported here: the
-    caller meets it when it calls ``work`` itself.
-    """
-    probe = multiprocessing.get_context("fork").Process(target=_probe, args=(work, cpu_seconds), daemon=True)
-    with warnings.catch_warnings():  # Python 3.12 warns of every fork of a process that has threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        probe.start()
-    probe.join(PROBE_SECONDS)
-    faults = {
-        None: f"does not end in {PROBE_SECONDS} s; needed: one that takes milliseconds",
-        -signal.SIGXCPU: f"does not end in {cpu_seconds} s; needed: one that takes milliseconds",
-        1: f"takes more than {AGAIN_SECONDS} s for each question; needed: one that takes milliseconds",
-    }
-    code = probe.exitcode  # None if it still runs
-    probe.kill()
-    probe.join()
-    if code != 0:
-        raise InputError(f"{what} {faults.get(code, f'takes more than {PROBE_GIB} GiB; needed: less')}")
-
-
-def _probe(work: Callable[[], object], cpu_seconds: int) -> None:
-    """Run ``work`` twice in a forked process, and end it with exit code 0 (good), 1 (slow) or 2 (too much memory).
-
-    The first call may compile something, so only the second one is timed.
-    """
-    try:
-        for output in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-        in_use = Path("/proc/self/statm")
-        if in_use.exists():
-            most = int(in_use.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + PROBE_GIB * 2**30
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
-        work()
-        start = time.process_time()
-        work()
-        code = int(time.process_time() - start > AGAIN_SECONDS)
-    except BaseException as error:
-        code = 2 if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) else 0
-    finally:
-        os._exit(code)
+def aside(folder: Path) -> Path:
+    """Where whole_folder fills ``folder``. Only this project gives folders such a name."""
+    target = Path(os.path.realpath(folder))
+    return target.with_name(f".unfinished-{target.name}")
 
 
 # --------------------------------------------------------------------------------------------------------- environment
@@ -342,26 +233,9 @@ SCALARS = [
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader with the rules of SCALARS; a key that is given twice, an alias and UNUSABLE characters are errors.
-
-    Aliases are refused because a few lines of aliases of aliases can stand for more values than any memory holds.
-    """
+    """SafeLoader with the rules of SCALARS; a key that is given twice is an error."""
 
     yaml_implicit_resolvers = {None: SCALARS}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent) and (event := self.peek_event()).anchor in self.anchors:
-            raise yaml.MarkedYAMLError(
-                problem=f"the alias *{event.anchor}: write its value out instead", problem_mark=event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_scalar(self, node: yaml.Node) -> str:
-        if isinstance(node, yaml.ScalarNode) and UNUSABLE.search(node.value):
-            raise yaml.MarkedYAMLError(
-                problem=f"found NUL or half a character in {shown(node.value)}", problem_mark=node.start_mark
-            )
-        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -396,7 +270,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def read_file(path: str | Path) -> dict:
     """The mapping in the YAML file at ``path``; its keys and values are not checked."""
-    tree = parse_yaml(read_text(path, LARGEST_YAML_MIB), str(path))
+    tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise InputError(f"{path}: expected a mapping of sections, found {shown(tree)}")
     return tree
@@ -405,7 +279,7 @@ def read_file(path: str | Path) -> dict:
 def parse_override(item: str) -> tuple[str, Any]:
     """`section.key=value` -> (dotted key, value read as YAML)."""
     key, equals, text = item.partition("=")
-    if not equals or not key or key.startswith("-") or UNUSABLE.search(key):
+    if not equals or not key or key.startswith("-") or not key.isprintable():
         raise InputError(f"override {shown(item)}: expected section.key=value")
     if " #" in text and text.lstrip()[:1] not in ("'", '"'):
         raise InputError(f"override {key}: YAML would drop what follows ' #' as a comment; put the value in quotes")

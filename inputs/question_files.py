@@ -15,10 +15,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from inputs.files import LINES_MIB, UNUSABLE, InputError, one_line, read_bytes, shown
+from inputs.files import InputError, one_line, read_bytes, shown
 from inputs.paths import Paths, listed
 from reward_gsm8k import gold_answer
 
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens and UTF-8 cannot hold them
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
 OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
 
@@ -261,11 +262,10 @@ def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
     Not by pandas: it would change what a reward gets (null to nan, whole numbers beside null to fractions).
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
-    data = read_bytes(path, LINES_MIB)
     if path.suffix not in readers:
         raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(readers)}")
     rows = []
-    for number, row in readers[path.suffix](data, path):
+    for number, row in readers[path.suffix](read_bytes(path), path):
         where = f"{path}, row {number}"
         if not isinstance(row, dict):
             raise InputError(f"{where}: found {type(row).__name__}; needed: an object with columns")

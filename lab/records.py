@@ -18,13 +18,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from config import MAY_CHANGE, flatten
 from inputs.files import (
     InputError,
-    finish_folder,
     first_names,
-    fresh_folder,
     read_file,
     read_object,
     read_text,
     shown,
+    whole_folder,
     write_atomically,
 )
 from run_record import checksums, read_lines, variant_name
@@ -363,10 +362,6 @@ def restore_weights(results: Path, record: Record, folder: Path) -> None:
     contents = start_weights(results, record)
     if contents is None:
         raise InputError(f"{results}: the model from which {record.id} started is not kept")
-    if folder.exists():
-        raise InputError(f"{folder}: exists; needed: a new folder for the model of {record.id}")
-    aside = folder.with_name(f".restoring-{folder.name}")
-    fresh_folder(aside)
-    for name, content in contents.items():
-        write_atomically(aside / Path(name).name, content)
-    finish_folder(aside, folder)
+    with whole_folder(folder) as aside:
+        for name, content in contents.items():
+            (aside / Path(name).name).write_bytes(content)

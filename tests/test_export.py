@@ -242,7 +242,7 @@ def test_an_export_that_was_killed_at_any_file_operation_works_again(kind, runs:
     folder.mkdir()
     command = [str(runs["qwen3_attention"].folder), kind, str(folder / "out")]
     moments, wrong = killed.after_each_kill(lambda: export.main(command), folder)
-    assert wrong == [] and moments > 10
+    assert wrong == [] and moments > 8
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-from collections.abc import Iterator
+import errno
 from pathlib import Path
 
 import killed
@@ -17,50 +14,6 @@ from data_gsm8k import load_tokenizer
 from inputs import files as input_files
 from inputs import hf_config, question_files
 from inputs.files import InputError
-
-
-@pytest.fixture
-def special(tmp_path: Path) -> dict[str, Path]:
-    """Names that open() waits for, or reads without end."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/zero")
-    return {name: tmp_path / name for name in ("pipe", "link")} | {"device": Path("/dev/zero")}
-
-
-@pytest.fixture
-def ends() -> Iterator[None]:
-    """What waits for ever is interrupted after a minute."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise TimeoutError("it waits")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(special: dict[str, Path], ends) -> None:
-    for path in special.values():
-        for read in (input_files.read_bytes, input_files.read_object):
-            with pytest.raises(InputError, match="found a (pipe|device); needed: a file"):
-                read(path)
-
-
-def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 2**20)
-    assert input_files.read_bytes(path, 1) == b"x" * 2**20
-    path.write_bytes(b"x" * (2**20 + 1))
-    with pytest.raises(InputError, match="file: larger than 1 MiB"):
-        input_files.read_bytes(path, 1)
-    os.truncate(path, 2**36)  # 64 GiB that the disk does not hold
-    with pytest.raises(InputError, match="larger than"):
-        input_files.read_text(path)
-    with pytest.raises(InputError, match="no name of a file"):
-        input_files.read_bytes(tmp_path / "a\0b")
-
 
 READERS = (
     input_files.read_bytes, input_files.read_text, input_files.read_object, input_files.read_file,
@@ -118,73 +71,47 @@ def test_a_message_is_one_printable_line_that_keeps_its_ends() -> None:
 
 
 def test_a_folder_of_the_users_is_never_removed(tmp_path: Path) -> None:
-    theirs, ours, target = tmp_path / "theirs", tmp_path / "ours", tmp_path / "target"
+    theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.tex").write_text("years of work")
     (tmp_path / "link").symlink_to(theirs)
     for name in ("theirs", "link", "theirs/thesis.tex"):
-        with pytest.raises(InputError, match="in the way, and not made by this program"):
-            input_files.fresh_folder(tmp_path / name)
-    assert (theirs / "thesis.tex").read_text() == "years of work"
-    input_files.fresh_folder(ours)
-    (ours / "half").write_text("of a process that was killed")
-    input_files.fresh_folder(ours)
-    assert not (ours / "half").exists()
-    (ours / "whole").touch()
-    input_files.finish_folder(ours, target)
-    assert [path.name for path in target.iterdir()] == ["whole"] and not ours.exists()
+        with pytest.raises(InputError, match="already there and not an empty directory; needed: a new one"):
+            with input_files.whole_folder(tmp_path / name):
+                raise AssertionError("not refused")
+    input_files.aside(tmp_path / "new").symlink_to(theirs)
+    with pytest.raises(InputError, match="new: not written: .*File exists"):
+        with input_files.whole_folder(tmp_path / "new"):
+            raise AssertionError("not refused")
+    assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
 
 
-def test_a_leftover_keeps_its_mark_until_the_last_of_its_files_is_gone(tmp_path: Path) -> None:
-    """Otherwise a kill while it is removed would leave a folder that seems to be the user's."""
-    left = tmp_path / "left"
-    input_files.fresh_folder(left)
-    (left / "folder").mkdir()
-    (left / "link").symlink_to(tmp_path)
-    for name in ("a", "z", "folder/inside"):
-        (left / name).touch()
-    moments, wrong = killed.after_each_kill(lambda: input_files.fresh_folder(left) or 0, tmp_path / "left")
-    assert wrong == [] and moments > 8 and tmp_path.is_dir()
+def test_a_folder_gets_its_name_when_it_is_whole_and_an_error_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in the middle"):
+        with input_files.whole_folder(tmp_path / "new") as folder:
+            (folder / "half").touch()
+            raise ValueError("in the middle")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(InputError, match="new: not written: No space"):
+        with input_files.whole_folder(tmp_path / "new"):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_folder_of_a_model_holds_plain_files_of_a_size(special: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needed: a file"):
-        input_files.check_folder(tmp_path)
-    for name in ("pipe", "link"):
-        special[name].unlink()
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "folder").mkdir()
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / name).touch()
-    os.truncate(tmp_path / "model.safetensors", 2**36)
-    input_files.check_folder(tmp_path)
-    os.truncate(tmp_path / "config.json", 2**36)
-    with pytest.raises(InputError, match=r"config.json: larger than 64 MiB"):
-        input_files.check_folder(tmp_path)
+def test_a_folder_is_whole_or_not_there_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    names = ["a", "folder/inside", "z"]
 
+    def fill() -> int:
+        new = tmp_path / "all" / "new"
+        if not new.exists():
+            with input_files.whole_folder(new) as folder:
+                (folder / "folder").mkdir()
+                for name in names:
+                    (folder / name).write_text(name)
+        return 0 if sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()) == names else 1
 
-@pytest.mark.parametrize(
-    ("work", "said"),
-    [
-        (lambda: 9**9**9, "does not end in 0.3 s"),  # in C: no signal of Python's would be heard
-        (lambda: sum(range(40_000_000)), "takes more than 0.1 s for each"),
-        (lambda: bytearray(2**33), "takes more than 2 GiB"),
-    ],
-    ids=["endless", "slow", "large"],
-)
-def test_a_program_that_comes_with_a_model_must_end(work, said: str, monkeypatch) -> None:
-    monkeypatch.setattr(input_files, "PROBE_SECONDS", 0.3 if "end" in said else 20)
-    with pytest.raises(InputError, match=said):
-        input_files.refuse_endless(work, "it")
-
-
-def test_a_pattern_may_use_one_second_and_what_ends_is_left_to_its_caller(capfd) -> None:
-    """Of the processor: on a busy machine a sound pattern may have to wait longer for its turn."""
-    with pytest.raises(InputError, match="does not end in 1 s"):
-        input_files.refuse_endless(lambda: re.match(r"(([a-z_.0-9]+)+)+\$", "model.layers.0.self_attn.q_proj"), "it", 1)
-    for work in (list, lambda: 1 / 0, lambda: os.write(1, b"not heard")):
-        input_files.refuse_endless(work, "it", 1)
-    assert capfd.readouterr() == ("", "")
+    (tmp_path / "all").mkdir()
+    moments, wrong = killed.after_each_kill(fill, tmp_path / "all")
+    assert wrong == [] and moments > 8
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 16060556376\n" % ("4d7a" * 16)

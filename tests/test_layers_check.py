@@ -195,6 +195,6 @@ def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
 def test_a_folder_of_the_users_is_left_alone(tmp_path) -> None:
     cfg = load_config(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(InputError, match="in the way, and not made by this program"):
+    with pytest.raises(InputError, match="already there and not an empty directory"):
         layers_check.write_model(cfg, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

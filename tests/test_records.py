@@ -164,5 +164,5 @@ def test_a_kept_model_is_given_back_once_and_not_over_another(run: Path, results
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "model").iterdir()] == [
         ("model.safetensors", b"weights")
     ]
-    with pytest.raises(InputError, match="exists; needed: a new folder"):
+    with pytest.raises(InputError, match="already there and not an empty directory; needed: a new one"):
         records.restore_weights(results, record, tmp_path / "model")

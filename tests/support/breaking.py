@@ -142,11 +142,6 @@ def cut(name: str) -> Callable[[Path], object]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 100)
 
 
-def pipe_instead(name: str) -> Callable[[Path], object]:
-    """In a folder: a pipe without a writer replaces a file."""
-    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
-
-
 def failing_read(path: Path) -> None:
     """A file takes the place of ``path`` that can be opened and whose first byte cannot be read (EIO)."""
     path.unlink(missing_ok=True)
