@@ -22,8 +22,7 @@ import run_record
 from config import load_config
 from inputs import check, functions, math_answers
 from inputs.files import InputError
-from inputs.scoring import Call, Score, Scorer
-from inputs.workers import Failure, Workers, usable_cores
+from inputs.scoring import Call, Failure, Score, Scorer, usable_cores
 from knobs import Config, RewardConfig
 
 OWN = Path(__file__).parent / "support" / "own.py"
@@ -98,7 +97,7 @@ def test_a_fault_of_a_reward_shows_the_row_where_the_column_of_the_question_has_
         ("import no_such_package\n", "line 1: No module named 'no_such_package'"),
         ("x = 1 / 0\n", "line 1: division by zero"),
         ("raise SystemExit(0)\n", "line 1"),
-        ("import os\nos._exit(7)\n", "its process ended while it was imported (exit code 7)"),
+        ("import os\nos._exit(7)\n", "ended its process (exit code 7) while it was imported"),
         ("", "has no function f; found none"),
     ],
 )
@@ -112,26 +111,29 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
 
 
 def test_a_worker_that_hangs_is_replaced_and_the_other_calls_are_answered() -> None:
-    workers = Workers("k", f"{OWN}:endless", ("completion", "gold", "row"), 1.0)
-    first = {worker.process.pid for worker in workers.idle}
-    results = workers([(text, "", ROW) for text in ("a", "hang", "b")], stops=False)
+    scorer = Scorer(RewardConfig(function=f"{OWN}:endless", seconds=1.0))
+    count = len(scorer.workers)
+    calls = [Call(text, "", ROW) for text in ("a", "hang", "b")]
+    results = [scorer.threads.apply(scorer._ask, [call]) for call in calls]
     assert results[0] == results[2] == (1.0, True, True) and isinstance(results[1], Failure)
-    assert len({worker.process.pid for worker in workers.idle} - first) == 1 and len(workers.idle) == len(first)
-    ended = [worker.process for worker in workers.idle]
-    workers.close()
+    assert scorer([calls[0]] * 9) == [(1.0, True, True)] * 9
+    ended = [worker.process for worker in scorer.workers]
+    assert len(ended) == count and all(process.poll() is None for process in ended)
+    scorer.close()
     assert all(process.poll() is not None for process in ended)
 
 
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
     """As the killer of processes of a system without memory does it."""
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
-    killed = {worker.process.pid for worker in scorer.workers.idle}
-    for worker in scorer.workers.idle:
+    killed = {worker.process.pid for worker in scorer.workers}
+    for worker in scorer.workers:
         worker.process.kill()
         worker.process.wait()
     calls = [Call(text, "", ROW) for text in ("a", "bc", "def")]
     assert [one.reward for one in scorer(calls)] == [97 % 7 / 7, (98 + 99) % 7 / 7, (100 + 101 + 102) % 7 / 7]
-    assert not killed & {worker.process.pid for worker in scorer.workers.idle}
+    assert len(scorer(calls * 8)) == 24  # every process is asked
+    assert not killed & {worker.process.pid for worker in scorer.workers}
     scorer.close()
 
 
@@ -139,9 +141,9 @@ def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
 def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_ranks: int, count: int, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    workers = Workers("k", f"{OWN}:reward", ("completion", "gold", "row"), 1.0)
-    assert len(workers.idle) == count
-    workers.close()
+    scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
+    assert len(scorer.workers) == count
+    scorer.close()
 
 
 def test_long_calls_beat_once_a_second(tmp_path: Path) -> None:
@@ -150,12 +152,10 @@ def test_long_calls_beat_once_a_second(tmp_path: Path) -> None:
         "import time\ndef f(completion, gold, row):\n    time.sleep(2.5)\n    return 1.0\n"
     )
     beats: list[float] = []
-    workers = Workers(
-        "k", f"{tmp_path}/slow.py:f", ("completion", "gold", "row"), 60.0, lambda: beats.append(time.monotonic())
-    )
+    scorer = Scorer(RewardConfig(function=f"{tmp_path}/slow.py:f"), lambda: beats.append(time.monotonic()))
     began = time.monotonic()
-    workers([("a", "", ROW)], stops=True)
-    workers.close()
+    scorer([Call("a", "", ROW)])
+    scorer.close()
     moments = [began, *beats]
     assert len(beats) >= 3 and max(b - a for a, b in zip(moments, beats, strict=False)) < 2
 
