@@ -3,7 +3,7 @@
     python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
-(inputs/config_rules.py), and a key that the run would not read. Imports no torch.
+(inputs/rules.py), and a key that the run would not read. Imports no torch.
 """
 
 import argparse
@@ -22,8 +22,8 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 from pydantic import ValidationError
 
-from inputs.config_rules import LAYOUT_RULES, OTHER_RULES, Rules, idle_keys, problems
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
+from inputs.rules import idle_keys, other_values, problems
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
 from tripwires import CHECKS
 
@@ -35,9 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return resolve_config(path, overrides)[0]
 
 
-def resolve_config(
-    path: str | Path, overrides: Sequence[str] = (), *, rules: Rules = LAYOUT_RULES + OTHER_RULES
-) -> tuple[Config, list[str]]:
+def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: bool = True) -> tuple[Config, list[str]]:
     """The file at ``path`` with the overrides applied, and notes for the user; InputError if anything is wrong.
 
     The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
@@ -68,7 +66,7 @@ def resolve_config(
             tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
             notes.append(f"{key}: not read, {reason}")
     cfg = _typed(tree, "")
-    if found := unknown_checks(cfg) + problems(cfg, rules):
+    if found := unknown_checks(cfg) + (problems(cfg) if layout else other_values(cfg)):
         raise InputError("; ".join(found))
     wished = cfg.model.path == file_tree["model"]["path"] or any(key.startswith("tiny_model.") for key in given)
     if cfg.tiny_model is not None and not wished and not Path(cfg.model.path).exists():

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import device as devices
 from inputs.files import MOST_RANKS, InputError, one_line, print_every_letter, shown, variable
-from inputs.layout_rules import Side
+from inputs.rules import Side
 from knobs import Config, ParallelConfig
 
 # ------------------------------------------------------------------------------------------------ the process
@@ -171,7 +171,7 @@ def refuse_unequal(texts: dict[str, str]) -> None:
 
 
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
-    """Megatron's groups of these sizes over the current world. layout_rules.check_layout has checked the sizes."""
+    """Megatron's groups of these sizes over the current world. rules.check_layout has checked the sizes."""
     devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

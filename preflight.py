@@ -28,8 +28,8 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 from config import command, command_line, resolve_config
 from inputs import hf_config
-from inputs.config_rules import OTHER_RULES, divisors, nearest
 from inputs.files import MOST_RANKS, InputError, shown
+from inputs.rules import divisors, nearest
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
 from plan.hardware import HARDWARE, three_digits
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
 def judge_layout(arguments: list[str]) -> int:
     """The exit code of the layout of CONFIG, which is printed with its memory and seconds."""
     args = parse(arguments)
-    cfg, notes = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
+    cfg, notes = resolve_config(args.config, args.overrides, layout=False)
     arch, source = hf_config.planned(cfg)
     if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
         raise InputError(

@@ -27,7 +27,7 @@ from config import is_due
 from engines.interface import Completion, Engine
 from inputs.check import Inputs
 from inputs.files import InputError
-from inputs.layout_rules import Side, side_of
+from inputs.rules import Side, side_of
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel, launched_rank, launched_world_size

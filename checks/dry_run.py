@@ -43,9 +43,8 @@ from config import command_line, resolve_config
 from engines.interface import Stack
 from hardware import kernels
 from inputs import hf_config
-from inputs.config_rules import OTHER_RULES
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
-from inputs.layout_rules import side_of, sides
+from inputs.rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update
 from parallel_setup import Parallel
@@ -326,7 +325,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(arguments)
     try:
-        cfg, _ = resolve_config(args.config, args.overrides, rules=OTHER_RULES)
+        cfg, _ = resolve_config(args.config, args.overrides, layout=False)
         arch, source = hf_config.planned(cfg)
         kind = grid.device_of(cfg)
         ranks = grid.default_ranks(cfg, kind, 16) if args.ranks is None else args.ranks

@@ -31,7 +31,7 @@ from checks import launched
 from config import derive_seed
 from hardware import kernels
 from inputs import hf_config
-from inputs.layout_rules import check_layout
+from inputs.rules import check_layout
 from knobs import Config
 from parallel_setup import Parallel
 from plan import grid, memory

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import config
 import parallel_setup
 from inputs.files import InputError, one_line
-from inputs.layout_rules import side_of
+from inputs.rules import side_of
 from knobs import Config
 from tripwires import Tripped
 

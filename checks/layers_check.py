@@ -38,7 +38,7 @@ from data_gsm8k import Question
 from engines.interface import Engine
 from inputs import hf_config
 from inputs.files import InputError, refuse_used
-from inputs.layout_rules import check_sides
+from inputs.rules import check_sides
 from inputs.scoring import Score
 from knobs import Config
 from learner import Learner

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from config import command, command_line, resolve_config
-from inputs.config_rules import OTHER_RULES
 from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, help="on a CPU: compare so many ranks; default: 1 and 2")
     args = parser.parse_intermixed_args(arguments)
     overrides = args.overrides or (["device=auto"] if args.config == default else [])
-    cfg, _ = resolve_config(args.config, overrides, rules=OTHER_RULES)
+    cfg, _ = resolve_config(args.config, overrides, layout=False)
     if importlib.util.find_spec("pytest") is None:
         raise InputError("pytest: not installed; needed: the packages of requirements/ for this machine")
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]

@@ -189,7 +189,7 @@ class TorchSampler(Engine):
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """This engine runs every configuration that inputs/config_rules.py accepts."""
+    """This engine runs every configuration that inputs/rules.py accepts."""
 
 
 def open_engine(

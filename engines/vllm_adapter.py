@@ -10,7 +10,6 @@ import importlib.metadata
 import torch
 from torch import Tensor
 
-from architecture import Architecture
 from engines.interface import check_factors
 from inputs.files import InputError
 from knobs import LoraConfig
@@ -29,39 +28,20 @@ def is_old() -> bool:
     return [int(part) for part in importlib.metadata.version("vllm").split(".")[:2]] < [0, 30]
 
 
-def check(arch: Architecture, lora: LoraConfig, *, device_type: str, dtype: torch.dtype) -> None:
-    """Raise InputError where vLLM cannot take these adapters unmerged. This does not import vLLM."""
-    on_cpu, moe = device_type == "cpu", any(arch.moe_layers)
-    version = "" if on_cpu else importlib.metadata.version("vllm")
-    old = not on_cpu and is_old()
-    for wrong, why in (
+def check_version(device_type: str) -> None:
+    """Raise InputError where the installed vLLM cannot take adapters unmerged. This does not import vLLM."""
+    if device_type == "cpu" or not is_old():
+        return
+    version = importlib.metadata.version("vllm")
+    why = f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not"
+    if device_type == "npu":
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
-        (
-            device_type == "npu" and old,
+        why = (
             f"vllm-ascend before 0.30 takes none beside shared experts or with expert parallelism, and vLLM {version} "
-            "ignores weights that are pushed to layers with LoRA",
-        ),
-        # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
-        # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
-        (
-            on_cpu and moe,
-            "vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU",
-        ),
-        (
-            old,
-            f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not",
-        ),
-        # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
-        (not on_cpu and dtype == torch.float32, "vLLM's LoRA kernels take no fp32 on a GPU or an NPU"),
-        # lora_weights.py, pack_moe: three asserts
-        (
-            not on_cpu and moe and ("linear_fc1" in lora.targets) != ("linear_fc2" in lora.targets),
-            "vLLM adapts all three matrices of an expert or none",
-        ),
-    ):
-        if wrong:
-            raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
+            "ignores weights that are pushed to layers with LoRA"
+        )
+    raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
 
 
 def llm_arguments(lora: LoraConfig) -> dict:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import weights_hf
 from architecture import Architecture
-from engines import vllm_ascend, vllm_inside
+from engines import vllm_inside
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from parallel_setup import Parallel
@@ -31,19 +31,6 @@ from weights_hf import Slot
 
 # vllm-ascend 0.30 computes the router's logits with a copy of its weight (ops/fused_moe/fused_moe.py, forward).
 FP32_COPY = ".weight_fp32"
-
-
-def check(arch: Architecture, *, device_type: str, ranks: int, tokens: int) -> None:
-    """Raise InputError for a device whose kernels need another layout than the trainer's, or cannot run the model.
-
-    ``tokens``: see vllm_ascend.check_dispatch.
-    """
-    if device_type != "npu":
-        raise InputError(
-            f"rollout.expert_parallel: on {device_type} vLLM packs its weights for its kernels, so a shard cannot be "
-            "written in place; needed: device npu (or rollout.expert_parallel false)"
-        )
-    vllm_ascend.check_dispatch(arch, ranks, tokens)
 
 
 class ColocatedEngine(VllmEngine):

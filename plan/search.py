@@ -1,6 +1,6 @@
 """Does a configuration fit a number of ranks, and which similar layouts fit if it does not? Nothing here imports torch.
 
-judge() applies every rule of inputs/config_rules.py and then the memory plan. Everything that alternatives() lists has
+judge() applies every rule of inputs/rules.py and then the memory plan. Everything that alternatives() lists has
 passed judge().
 """
 
@@ -16,9 +16,8 @@ from pathlib import Path
 
 from architecture import Architecture
 from engines.capacity import cache_mib_per_row
-from inputs.config_rules import LAYOUT_RULES, divisors, problems
 from inputs.files import InputError
-from inputs.layout_rules import Side, engine_layout_problems, layout_problems, side_problems, sides
+from inputs.rules import Side, divisors, layout_sizes, sampler_problems, side_problems, sides, trainer_problems
 from knobs import Config
 from plan import grid, roofline
 from plan.hardware import Hardware
@@ -61,12 +60,12 @@ class Verdict:
 
 
 def broken_rules(side: Side, arch: Architecture) -> list[str]:
-    """The rules of inputs/config_rules.py and layout_rules.py about layouts that ``side`` breaks."""
-    return [*problems(side.cfg, LAYOUT_RULES), *side_problems(side, arch)]
+    """The rules of inputs/rules.py about layouts that ``side`` breaks."""
+    return [*layout_sizes(side.cfg), *side_problems(side, arch)]
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/config_rules.py and layout_rules.py, then compare the memory with the device's.
+    """Apply every rule of inputs/rules.py, then compare the memory with the device's.
 
     With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
     """
@@ -251,10 +250,10 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
 
     def trains(ranks: int, **sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
-        return not layout_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
+        return not trainer_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(ranks: int, tensor: int) -> bool:
-        return not engine_layout_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
+        return not sampler_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
 
     apart = cfg.rollout.ranks
     for ranks in (count for count in counts if count > apart):

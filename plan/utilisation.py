@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from architecture import Architecture
-from inputs.layout_rules import sides
+from inputs.rules import sides
 from knobs import Config
 from plan import grid, memory
 from plan.hardware import HARDWARE

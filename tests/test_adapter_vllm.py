@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import adapted
 import published
@@ -26,9 +27,11 @@ from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
+import device as devices
 import weights_hf
 from architecture import tensor_shapes
-from engines import vllm_adapter
+from config import load_config
+from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from inputs import check, hf_config
@@ -155,36 +158,41 @@ def test_a_run_samples_and_evaluates_as_with_merged_weights(vllm_imported, tmp_p
 
 LORA = LoraConfig(targets=ALL, rank=RANK, alpha=ALPHA)
 ARCH = hf_config.parse(published.QWEN3_30B_A3B)
-DENSE_ARCH = dataclasses.replace(ARCH, moe_layers=(False,) * 48)
+DENSE_ARCH = dataclasses.replace(hf_config.parse(published.QWEN15_MOE), moe_layers=(False,) * 24)
 
 
 @pytest.mark.parametrize(
     ("arch", "device_type", "dtype", "targets", "version", "message"),
     [
-        (ARCH, "cpu", torch.float32, ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
-        (DENSE_ARCH, "npu", torch.bfloat16, ALL, "0.23.0+empty", "vllm-ascend before 0.30 takes none beside shared"),
-        (ARCH, "npu", torch.bfloat16, ALL, "0.30.0+empty", None),
-        (ARCH, "npu", torch.float32, ALL, "0.30.0+empty", "no fp32 on a GPU or an NPU"),
-        (ARCH, "npu", torch.bfloat16, ALL[:3], "0.30.0+empty", "all three matrices of an expert or none"),
-        (ARCH, "cuda", torch.bfloat16, ALL[:2], "0.31.1+cu130", None),
-        (ARCH, "cuda", torch.bfloat16, ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
-        (ARCH, "cuda", torch.float32, ALL, "0.30.0", "no fp32 on a GPU"),
-        (ARCH, "cuda", torch.bfloat16, ALL[:3], "0.30.0", "all three matrices of an expert or none"),
+        (ARCH, "cpu", "fp32", ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
+        (DENSE_ARCH, "npu", "bf16", ALL, "0.23.0+empty", "vllm-ascend before 0.30 takes none beside shared"),
+        (ARCH, "npu", "bf16", ALL, "0.30.0+empty", None),
+        (ARCH, "npu", "fp32", ALL, "0.30.0+empty", "no fp32 on a GPU or an NPU"),
+        (ARCH, "npu", "bf16", ALL[:3], "0.30.0+empty", "all three matrices of an expert or none"),
+        (ARCH, "cuda", "bf16", ALL[:2], "0.31.1+cu130", None),
+        (ARCH, "cuda", "bf16", ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
+        (ARCH, "cuda", "fp32", ALL, "0.30.0", "no fp32 on a GPU"),
+        (ARCH, "cuda", "bf16", ALL[:3], "0.30.0", "all three matrices of an expert or none"),
     ],
 )
 def test_what_vllm_cannot_take_is_refused_without_it(
     arch, device_type, dtype, targets, version, message, monkeypatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type=device_type))
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
+    overrides = [f"model.dtype={dtype}", f"lora.targets=[{', '.join(targets)}]", "rollout.sync=adapter"]
+    more = ["rollout.expert_parallel=false", "replay.mode=r2"]
+    cfg = load_config("configs/qwen3.yaml", [*overrides, *more])
     refused = pytest.raises(InputError, match=f"^rollout.sync: adapter: .*{message}.*; needed: merged$")
     with refused if message else contextlib.nullcontext():
-        vllm_adapter.check(arch, LORA.model_copy(update={"targets": targets}), device_type=device_type, dtype=dtype)
+        vllm_setup.check(cfg, arch, 16)
 
 
 def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) -> None:
     path = reference.save("qwen3_moe", tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     (path / "model.safetensors").unlink()
-    monkeypatch.setattr("engines.vllm_engine._check_installed", lambda device_type: None)
+    monkeypatch.setattr("engines.vllm_engine.check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
         check.check_inputs(cfg := config(path), 1, Scorer(cfg.reward))
 

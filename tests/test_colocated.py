@@ -194,9 +194,9 @@ def test_the_real_vocabulary_is_split_alike() -> None:
     """151,936 tokens over 4 ranks: a multiple of vLLM's block, so that padding moves no boundary."""
     from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
 
-    from inputs import config_rules
+    from inputs import rules
 
-    assert DEFAULT_VOCAB_PADDING_SIZE == config_rules.VOCABULARY_BLOCK
+    assert DEFAULT_VOCAB_PADDING_SIZE == rules.VOCABULARY_BLOCK
     assert pad_vocab_size(151936, DEFAULT_VOCAB_PADDING_SIZE) == 151936 == 4 * 37984
 
 
@@ -279,7 +279,7 @@ def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", {"vllm": "0.30.0+empty"}.get)
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check", lambda *args, **more: None)
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
     arch = dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change)
     sizes = [f"rollout.tensor={tensor}", "rollout.expert_parallel=false", "rollout.engine=vllm"]

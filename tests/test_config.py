@@ -1,5 +1,5 @@
 """The configuration from outside: how a file and overrides are read, what is refused and in which words, and the run's
-own record of it (what loads back, what a resumed run may change). Idle keys and layouts: test_config_rules.py.
+own record of it (what loads back, what a resumed run may change). Idle keys and layouts: test_rules.py.
 """
 
 from __future__ import annotations

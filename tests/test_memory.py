@@ -11,6 +11,7 @@ import dataclasses
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import live_bytes
@@ -30,7 +31,7 @@ import rollout
 from architecture import Architecture
 from checks import dry_run_device
 from config import load_config
-from engines import vllm_colocated, vllm_engine
+from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from inputs import hf_config
 from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
@@ -283,8 +284,9 @@ def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, 
 def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, tokens, monkeypatch):
     cfg = load_config("configs/qwen3.yaml", [f"rollout.prompts_per_step={prompts}", "rollout.kv_cache_mib=40000"])
     seen = []
-    monkeypatch.setattr(devices, "resolve", lambda name: torch.device("meta"))
-    monkeypatch.setattr(vllm_engine, "check", lambda *args, **more: None)
-    monkeypatch.setattr(vllm_colocated, "check", lambda *args, **more: seen.append((more["ranks"], more["tokens"])))
+    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
+    monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
+    monkeypatch.setattr(vllm_ascend, "check_dispatch", lambda arch, ranks, tokens: seen.append((ranks, tokens)))
     rollout.check_engine(cfg, real("qwen3"), 16)
     assert seen == [(16, tokens)]

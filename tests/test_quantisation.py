@@ -22,7 +22,7 @@ import lora_megatron
 import quantisation
 import weights_hf
 from hardware import kernels
-from inputs import hf_config, layout_rules
+from inputs import hf_config, rules
 from inputs.files import InputError
 from inputs.hf_config import INT4_GROUP
 from parallel_setup import Parallel
@@ -202,5 +202,5 @@ def test_bounded_pieces_give_the_product_and_the_gradient_of_the_whole(monkeypat
 def test_sizes_that_cut_a_group_are_refused(sizes: dict, said: str, tmp_path: Path) -> None:
     arch = hf_config.read(reference.save("qwen3_moe", tmp_path / "m", **sizes))
     for name, refused in (("int4", True), ("none", False)):
-        problems = layout_rules.layout_problems(training.config(tmp_path, tmp_path, model__quantisation=name), arch, 1)
+        problems = rules.trainer_problems(training.config(tmp_path, tmp_path, model__quantisation=name), arch, 1)
         assert (said in "; ".join(problems)) == refused

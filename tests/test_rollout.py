@@ -127,7 +127,7 @@ def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatc
     arch = hf_config.parse(published.QWEN3_30B_A3B)
     cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check", lambda *args, **kwargs: None)
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
         rollout.check_engine(cfg, arch, 1)
     rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)

@@ -170,9 +170,6 @@ def test_what_this_engine_cannot_sample_is_refused(fresh, monkeypatch) -> None:
             engine.sample(PROMPTS, seeds=SEEDS, **FREE | change)
 
 
-FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_tokens=360, kv_cache_mib=8)
-
-
 @pytest.mark.parametrize(
     ("arch", "change", "message"),
     [
@@ -181,18 +178,24 @@ FITS = dict(device_type="cpu", ranks=4, tensor=2, dtype=torch.float32, max_token
         ({}, dict(tensor=3), "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
         (dict(num_heads=6, num_kv_heads=3), dict(tensor=2), "rollout.tensor: 2 and 3 key/value heads"),
         (dict(moe_layers=(False,) * 3), {}, "qwen3_moe needs a MoE layer, .* none; needed: rollout.engine torch"),
-        ({}, dict(kv_cache_mib=1, max_tokens=5000), "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for"),
+        (
+            {},
+            dict(kv_cache_mib=1, max_new_tokens=4936),
+            "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for",
+        ),
     ],
 )
 def test_layout_that_cannot_run_is_refused_without_vllm(sampled_models, monkeypatch, arch, change, message) -> None:
-    monkeypatch.setattr(vllm_engine, "_check_installed", lambda device_type: None)
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device_type: None)
     changed = dataclasses.replace(sampled_models("qwen3").arch, **arch)
+    sizes = {"tensor": 2, "max_new_tokens": 296, "kv_cache_mib": 8} | change
+    overrides = [f"rollout.{key}={value}" for key, value in sizes.items()]
+    cfg = load_config(
+        ROOT / "configs" / "tiny_cpu.yaml",
+        ["rollout.engine=vllm", "data.max_prompt_tokens=64", "optim.tokens_per_micro_batch=8192", *overrides],
+    )
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        vllm_engine.check(changed, **FITS | change)
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    with pytest.raises(InputError, match=message or "VLLM_CPU_KVCACHE_SPACE"):
-        vllm_engine.check(changed, **FITS | change)
+        vllm_setup.check(cfg, changed, 4)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +215,12 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(importlib.metadata, "version", found)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        vllm_engine._check_installed("cpu")
+        vllm_engine.check_installed("cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    with pytest.raises(InputError, match=message or "VLLM_CPU_KVCACHE_SPACE"):
+        vllm_engine.check_installed("cpu")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +234,7 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
 def test_recorded_routes_on_an_npu_need_a_version_or_a_runner_that_records_them(
     monkeypatch, version, runner, message
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "_check_installed", lambda device_type: None)
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device_type: None)
     monkeypatch.setattr(devices, "resolve", lambda device: SimpleNamespace(type="npu"))
     monkeypatch.setattr(importlib.metadata, "version", {"vllm": version}.get)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)

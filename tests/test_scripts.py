@@ -23,7 +23,7 @@ from tiers import ci
 from config import load_config
 from inputs import hf_config
 from inputs.files import InputError
-from inputs.layout_rules import check_layout, sides
+from inputs.rules import check_layout, sides
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]

@@ -34,7 +34,7 @@ from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
-from inputs import hf_config
+from inputs import hf_config, rules
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
@@ -230,13 +230,10 @@ def test_a_broken_push_is_refused_by_name(engine, shards, case: str, first: bool
 
 
 def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
-    arch = dataclasses.replace(hf_config.read(path), hidden_size=2048)
+    cfg = config(path, {}, True)
     for device in ("cpu", "cuda"):
-        with pytest.raises(InputError, match=f"rollout.expert_parallel: on {device} vLLM packs its weights"):
-            vllm_colocated.check(arch, device_type=device, ranks=4, tokens=128)
-    vllm_colocated.check(arch, device_type="npu", ranks=4, tokens=128)
-    with pytest.raises(InputError, match="hidden_size from 1024 to 8192, not 64"):
-        vllm_colocated.check(hf_config.read(path), device_type="npu", ranks=4, tokens=128)
+        (problem,) = rules.layout_sizes(cfg.model_copy(update={"device": device}))
+        assert problem.startswith(f"rollout.expert_parallel: device {device} packs vLLM's weights")
     for routed_experts in (False, True):
         assert arguments(ColocatedEngine, "npu", routed_experts) == {
             "data_parallel_size": 4,
@@ -315,11 +312,11 @@ def test_a_run_starts_only_in_the_trainers_place_and_while_sampler_and_trainer_a
 def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monkeypatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ColocatedEngine, "__init__", lambda self, *a, **k: asked.append("colocated"))
-    monkeypatch.setattr(vllm_engine, "check", lambda *a, **k: asked.append("checked"))
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: asked.append("checked"))
     arch = hf_config.read(path)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     rollout.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
-    with pytest.raises(InputError, match="on cpu vLLM packs its weights"):
+    with pytest.raises(InputError, match="device cpu packs vLLM's weights"):
         rollout.check_engine(config(path, {}, True), arch, 4)
-    rollout.check_engine(config(path, {}, False), arch, 4)
+    rollout.check_engine(config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
     assert asked == ["colocated", "checked", "checked"]

@@ -37,7 +37,7 @@ from config import Config, load_config  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.files import InputError  # noqa: E402
-from inputs.layout_rules import check_layout, sides  # noqa: E402
+from inputs.rules import check_layout, sides  # noqa: E402
 from plan import grid, memory  # noqa: E402
 
 BF16 = torch.bfloat16

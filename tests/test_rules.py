@@ -17,7 +17,7 @@ import config
 from config import load_config, resolve_config
 from inputs import hf_config
 from inputs.files import InputError
-from inputs.layout_rules import check_layout
+from inputs.rules import check_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -1,0 +1,448 @@
+"""What a typed configuration may still get wrong: keys that the run would not read, and values that contradict.
+
+`problems` has the rules that need no model, then those about the model, then those about the number of ranks. An engine
+adds what only its installed package can say. A message says the key, what was found, what is needed, and the nearest
+sizes that work.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isqrt
+from typing import NamedTuple
+
+from architecture import Architecture
+from engines.kinds import ENGINES
+from inputs.files import InputError, shown
+from inputs.hf_config import ELEMENT_BYTES, cache_mib, int4_problem
+from knobs import GENERATED, Config
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
+LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
+LARGEST_TINY_MODEL = 1e9  # parameters
+VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
+FIELD = re.compile(r"(?<![\\\w^_{}])\{\w*([.!:\[][^{}\s]*)?\}")  # looks like a field of str.format; \boxed{N} does not
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+ENGINE_TORCH = "(or rollout.engine torch)"
+
+
+def problems(cfg: Config, arch: Architecture | None = None, ranks: int | None = None) -> list[str]:
+    """The messages of all broken rules: without ``arch`` and ``ranks`` those that need neither."""
+    found = [*layout_sizes(cfg), *other_values(cfg)]
+    if arch is not None and ranks is not None:
+        for side in sides(cfg, ranks):
+            found += [f"{side.name}: {problem}" if side.name else problem for problem in side_problems(side, arch)]
+    return found
+
+
+def other_values(cfg: Config) -> list[str]:
+    """Broken rules that need neither the model nor the number of ranks, and are not about the layout."""
+    return [*_engine_keys(cfg), *_data(cfg), *_method(cfg), *_tiny_model(cfg)]
+
+
+def check_sides(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """InputError for the first of problems."""
+    for problem in problems(cfg, arch, ranks):
+        raise InputError(problem)
+
+
+def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
+    """InputError for the first of trainer_problems."""
+    for problem in trainer_problems(cfg, arch, world_size):
+        raise InputError(problem)
+
+
+# ---------------------------------------------------------------------------------------- keys this run would not read
+
+
+def _no_warm_start(cfg: Config) -> bool:
+    return cfg.tiny_model is None or cfg.tiny_model.warm_start_steps == 0
+
+
+# (whether the run would ignore the keys, the reason, the keys)
+IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
+    (_no_warm_start, "tiny_model.warm_start_steps is 0",
+     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
+    (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
+    (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
+    (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
+    # The warm start teaches arithmetic, whatever the questions of the run are.
+    (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
+     "data.operand_high data.operations_low data.operations_high"),
+    (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
+     "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
+    (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
+    (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
+    (lambda c: c.loss.kind in ("gspo", "cispo", "dppo_tv"), "loss.kind is not ppo", "loss.dual_clip"),
+    (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
+    (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
+    (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
+    (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
+    (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
+    (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
+    (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
+     "logp_gap is in checks.off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
+    (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),
+    (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint", "train.keep_last"),
+)  # fmt: skip
+
+
+def idle_keys(cfg: Config) -> dict[str, str]:
+    """Dotted keys that a run of ``cfg`` never reads, each with the reason."""
+    others = {key: engine for engine, kind in ENGINES.items() for key in kind.keys if key not in cfg.rollout.kind.keys}
+    of_others = {f"rollout.{key}": f"rollout.engine is not {engine}" for key, engine in others.items()}
+    return of_others | {key: reason for is_idle, reason, keys in IDLE if is_idle(cfg) for key in keys.split()}
+
+
+# ------------------------------------------------------------------------------------ values that contradict each other
+
+
+def nearest(value: int, working: Sequence[int]) -> str:
+    """The next smaller and the next larger of ``working`` around ``value``, as text for an error message."""
+    smaller = sorted(w for w in working if w < value)
+    larger = sorted(w for w in working if w > value)
+    return ", ".join(map(str, smaller[-1:] + larger[:1])) or "none"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, smallest first."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def layout_sizes(cfg: Config) -> Iterator[str]:
+    """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
+    rollout, parallel, optim = cfg.rollout, cfg.parallel, cfg.optim
+    if rollout.expert_parallel and cfg.device in ("cpu", "cuda"):
+        yield f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}"
+    # With rollout.ranks `sides` chooses sizes that fit.
+    if rollout.expert_parallel and not rollout.ranks and rollout.tensor != parallel.tensor:
+        yield (
+            f"rollout.tensor: {rollout.tensor} with rollout.expert_parallel splits attention differently than "
+            f"parallel.tensor {parallel.tensor}; needed: the same {STREAMED}"
+        )
+    if rollout.prompts_per_step % optim.prompts_per_update:
+        working = divisors(rollout.prompts_per_step)
+        yield (
+            f"optim.prompts_per_update: {optim.prompts_per_update} does not divide rollout.prompts_per_step "
+            f"{rollout.prompts_per_step}; nearest: {nearest(optim.prompts_per_update, working)}"
+        )
+    if cfg.row_tokens > optim.tokens_per_micro_batch:
+        yield (
+            f"optim.tokens_per_micro_batch: {optim.tokens_per_micro_batch} cannot hold one row of "
+            f"data.max_prompt_tokens {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{rollout.max_new_tokens} = {cfg.row_tokens} tokens"
+        )
+
+
+def _engine_keys(cfg: Config) -> Iterator[str]:
+    """What vLLM cannot do, whatever the model."""
+    rollout, lora = cfg.rollout, cfg.lora
+    if rollout.engine != "vllm":
+        return
+    for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": cfg.eval.temperature}.items():
+        if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
+            yield (
+                f"{key}: {value} is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to "
+                f"{HIGHEST_TEMPERATURE:g}"
+            )
+    if not cfg.keeps_factors_apart:
+        return
+    if rollout.expert_parallel:
+        yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
+    if "router" in lora.targets:  # vLLM would compute the router's logits in model.dtype, the trainer has them in fp32
+        yield "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it"
+    if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern: every pair has one alpha / rank
+        yield f"lora.expert_rank: {lora.expert_rank} cannot go with rollout.sync adapter; needed: 0 or {lora.rank}"
+    if lora.rank > LARGEST_ADAPTER_RANK:
+        yield (
+            f"lora.rank: {lora.rank} is more than vLLM accepts under rollout.sync adapter; needed: at most "
+            f"{LARGEST_ADAPTER_RANK}"
+        )
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data, prompts = cfg.data, cfg.rollout.prompts_per_step
+    if data.source != "arithmetic":
+        for key, path in {"train_path": data.train_path, "test_path": data.test_path}.items():
+            if not path:
+                yield f"data.{key}: missing; data.source {data.source} needs a .jsonl, .json or .parquet file"
+    if data.columns.keys() != {"question", "answer"} or not all(data.columns.values()):
+        yield f"data.columns: found {data.columns}; needed: {{question: NAME, answer: NAME}}"
+    unusable = [f"{name}: {shown(path)}" for name, path in cfg.eval.sets.items() if not (path and NAME.fullmatch(name))]
+    if unusable:
+        yield f"eval.sets: found {', '.join(unusable)}; needed: names of letters, digits, . _ and -, each with a file"
+    if "{question}" not in data.prompt_template:
+        yield f"data.prompt_template: {data.prompt_template!r} does not contain {{question}}"
+    fields = [field[0] for field in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
+    if fields:
+        yield f"data.prompt_template: {', '.join(fields)} is not replaced; needed: {{question}} alone"
+    if data.operations_low > data.operations_high:
+        yield f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}"
+    count = data.num_train
+    if data.source == "arithmetic":
+        count = data.num_train or GENERATED
+        if cfg.eval.num_questions > data.num_test:
+            yield f"eval.num_questions: {cfg.eval.num_questions} exceeds data.num_test {data.num_test}"
+    if 0 < count < prompts:
+        yield f"rollout.prompts_per_step: {prompts} exceeds data.num_train {count}"
+
+
+def _method(cfg: Config) -> Iterator[str]:
+    loss, aqn, rollout, train = cfg.loss, cfg.aqn, cfg.rollout, cfg.train
+    if loss.kl != "none" and loss.kl_coef == 0:
+        yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; use loss.kl: none"
+    if 0 < loss.dual_clip <= 1:
+        yield f"loss.dual_clip: {loss.dual_clip} would cut unclipped tokens too; needed: more than 1, or 0 for off"
+    if loss.importance == "icepop" and loss.importance_low >= loss.importance_clip:
+        yield f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}"
+    if rollout.staleness > 0 and loss.importance == "none":
+        yield (
+            f"rollout.staleness: {rollout.staleness} trains on samples of an older policy; needed: a loss.importance, "
+            "which corrects for it, or loss.importance uncorrected"
+        )
+    if rollout.ranks > 0 and rollout.staleness != 1:
+        yield f"rollout.staleness: {rollout.staleness}; needed with rollout.ranks, which are one step ahead: 1"
+    if rollout.staleness == 0 and loss.importance == "uncorrected":
+        yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
+    overlong = cfg.reward.overlong
+    if overlong is not None and overlong.buffer > rollout.max_new_tokens:
+        yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
+    targets = cfg.lora.targets
+    repeated = sorted({target for target in targets if targets.count(target) > 1})
+    if repeated:
+        yield f"lora.targets: {', '.join(repeated)} given twice"
+    if len(set(train.trackers)) < len(train.trackers):
+        yield f"train.trackers: found [{', '.join(train.trackers)}]; needed: each one once"
+    late = [step for step in train.profile_steps if step > train.steps]
+    if late:
+        yield f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {train.steps}"
+    if aqn.schedule in ("qerl", "paper") and (aqn.num_stages < 2 or train.steps < 2):
+        yield (
+            f"aqn.num_stages: {aqn.num_stages} over {train.steps} steps has no noisy stage under {aqn.schedule}; "
+            "needed: 2 or more of both, or schedule constant"
+        )
+
+
+def _tiny_model(cfg: Config) -> Iterator[str]:
+    tiny = cfg.tiny_model
+    if tiny is None:
+        return
+    if tiny.num_heads % tiny.num_kv_heads:
+        yield (
+            f"tiny_model.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads {tiny.num_heads}; "
+            f"nearest: {nearest(tiny.num_kv_heads, divisors(tiny.num_heads))}"
+        )
+    mlps = 3 * tiny.num_layers * tiny.num_experts * tiny.expert_width
+    attention = 4 * tiny.num_layers * tiny.num_heads * tiny.head_dim
+    size = tiny.hidden_size * (2 * tiny.vocab_size + mlps + attention)
+    if size > LARGEST_TINY_MODEL:
+        yield f"tiny_model: about {size:.1e} parameters; needed: at most {LARGEST_TINY_MODEL:g}"
+    if tiny.experts_per_token > tiny.num_experts:
+        yield f"tiny_model.experts_per_token: {tiny.experts_per_token} exceeds num_experts {tiny.num_experts}"
+    if tiny.teacher_right + tiny.teacher_wrong_operation > 1 + 1e-9:
+        yield (
+            f"tiny_model.teacher_right: {tiny.teacher_right} + teacher_wrong_operation "
+            f"{tiny.teacher_wrong_operation} exceeds 1"
+        )
+
+
+# -------------------------------------------------------------------------------- the model, and the ranks that hold it
+
+
+class Side(NamedTuple):
+    """Ranks that train, that sample, or that do both in turn; they are a world of their own."""
+
+    name: str  # "" for both in turn | trainers | samplers
+    cfg: Config  # with the layout of these ranks
+    first: int  # their lowest rank under torchrun
+    ranks: int
+
+
+def sides(cfg: Config, ranks: int) -> list[Side]:
+    """The two sides of ``ranks`` ranks under rollout.ranks, or the one side without. InputError if there is no trainer.
+
+    The samplers hold the frozen model in the trainers' layout, as far as their number divides, to merge the adapters
+    into it; under rollout.expert_parallel in that of the engine.
+    """
+    rollout, parallel = cfg.rollout, cfg.parallel
+    if not (samplers := rollout.ranks):
+        return [Side("", cfg, 0, ranks)]
+    if samplers >= ranks:
+        raise InputError(f"rollout.ranks: {samplers} of {ranks} ranks sample, so none trains; needed: fewer")
+    tensor, expert = math.gcd(parallel.tensor, samplers), math.gcd(parallel.expert, samplers)
+    sizes = {"tensor": tensor, "expert": expert}
+    if rollout.expert_parallel:
+        sizes = {"tensor": rollout.tensor, "expert": samplers}
+    apart = rollout.model_copy(update={"tensor": 1, "expert_parallel": False})
+    return [
+        Side("trainers", cfg.model_copy(update={"rollout": apart}), 0, ranks - samplers),
+        Side(
+            "samplers",
+            cfg.model_copy(update={"parallel": parallel.model_copy(update=sizes)}),
+            ranks - samplers,
+            samplers,
+        ),
+    ]
+
+
+def side_of(cfg: Config, ranks: int, rank: int) -> Side:
+    """The side of ``rank``."""
+    return next(side for side in reversed(sides(cfg, ranks)) if rank >= side.first)
+
+
+def side_problems(side: Side, arch: Architecture) -> list[str]:
+    """The trainer_problems of a side, and the sampler_problems of one that samples."""
+    samples = side.name != "trainers"
+    return [
+        *trainer_problems(side.cfg, arch, side.ranks),
+        *(sampler_problems(side.cfg, arch, side.ranks) if samples else []),
+    ]
+
+
+def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
+    """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
+    return [*_splits(cfg, arch, ranks), *_model(cfg, arch), *_shared_shards(cfg, arch, ranks)]
+
+
+def _splits(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
+    yield from _split_problem(
+        "parallel.tensor",
+        cfg.parallel.tensor,
+        {
+            "key/value heads": arch.num_kv_heads,
+            "attention heads": arch.num_heads,
+            "tokens of the vocabulary": arch.vocab_size,
+            "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
+            "columns of the shared expert": arch.shared_expert_ffn_size,
+            "ranks": ranks,
+        },
+        ranks,
+    )
+    experts = {"experts": arch.num_experts, "ranks": ranks}
+    yield from _split_problem("parallel.expert", cfg.parallel.expert, experts, ranks)
+    if cfg.model.quantisation == "int4" and (problem := int4_problem(arch)):
+        yield problem
+
+
+def _model(cfg: Config, arch: Architecture) -> Iterator[str]:
+    if cfg.row_tokens > arch.max_positions:
+        yield (
+            f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions"
+        )
+    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        yield f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts"
+
+
+def _shared_shards(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
+    """With rollout.expert_parallel every rank copies its own shards into vLLM, so both must split alike."""
+    if not cfg.rollout.expert_parallel:
+        return
+    if arch.num_experts % ranks:
+        sizes = [size for size in divisors(arch.num_experts) if size % cfg.parallel.tensor == 0]
+        yield (
+            f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {ranks} ranks; "
+            f"nearest: {nearest(ranks, sizes)} ranks {STREAMED}"
+        )
+    elif cfg.parallel.expert != ranks:
+        yield (
+            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"{ranks} ranks; needed: {ranks} {STREAMED}"
+        )
+    if arch.vocab_size % VOCABULARY_BLOCK:
+        yield (
+            f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
+            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
+        )
+    # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
+    if cfg.replay.mode == "r3" and cfg.rollout.tensor == ranks > 1:
+        yield (
+            f"replay.mode: r3, but with rollout.expert_parallel the {ranks} ranks of a single replica split the "
+            "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
+            f"{ranks} ranks {STREAMED}"
+        )
+
+
+def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
+    """Why vLLM cannot run ``arch`` on ``ranks`` ranks; of a device only if cfg.device names it."""
+    if cfg.rollout.engine != "vllm":
+        return []
+    return [*_replicas(cfg, arch, ranks), *_vllm_model(cfg, arch)]
+
+
+def _replicas(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
+    """rollout.tensor ranks hold one copy of the model, and the key-value cache of one row or more."""
+    tensor, kv_heads = cfg.rollout.tensor, arch.num_kv_heads
+    split = {
+        "ranks": ranks,
+        "attention heads": arch.num_heads,
+        "columns of an expert": arch.expert_ffn_size,
+        "columns of the shared expert": arch.shared_expert_ffn_size,
+        "columns of a dense layer": 0 if all(arch.moe_layers) else arch.dense_ffn_size,
+    }
+    yield from _split_problem("rollout.tensor", tensor, split, ranks)
+    if kv_heads % tensor and tensor % kv_heads:
+        yield f"rollout.tensor: {tensor} and {kv_heads} key/value heads: one must divide the other"
+    needed = cache_mib(arch, tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
+    if needed > cfg.rollout.kv_cache_mib:
+        yield (
+            f"rollout.kv_cache_mib: {cfg.rollout.kv_cache_mib} is too small for one row of {cfg.row_tokens} tokens; "
+            f"needed: {needed} for one row, and as much for each further row that is sampled at the same time"
+        )
+
+
+def _vllm_model(cfg: Config, arch: Architecture) -> Iterator[str]:
+    """What vLLM's models, its kernels on a device and its LoRA cannot do, by the sources of vLLM 0.23 and 0.30."""
+    hidden, head_dim = arch.hidden_size, arch.head_dim
+    # vllm-ascend, model_runner_v1.py, self.sampler = AscendSampler(): it gets no logprobs_mode (0.23.0, 0.30.0rc2).
+    if cfg.device == "npu" and cfg.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
+            "only; needed: 1.0, or rollout.engine torch"
+        )
+    if arch.model_type in ("qwen2_moe", "olmoe") and head_dim * arch.num_heads != hidden:
+        yield (
+            f"rollout.engine: vllm's {arch.model_type} needs a head_dim of hidden_size / heads; found {head_dim}; "
+            f"needed: {hidden // arch.num_heads} {ENGINE_TORCH}"
+        )
+    if arch.model_type == "olmoe" and (arch.rms_norm_eps != 1e-5 or arch.norm_topk_prob):
+        yield (
+            f"rollout.engine: vllm's olmoe has rms_norm_eps 1e-5 and no norm_topk_prob; found {arch.rms_norm_eps:g}, "
+            f"{arch.norm_topk_prob}; needed: rollout.engine torch"
+        )
+    if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
+        yield "rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: rollout.engine torch"
+    if cfg.device == "cpu" and head_dim not in CPU_HEAD_DIMS:
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        yield f"rollout.engine: vllm on a CPU cannot run head_dim {head_dim}; needed: {known} {ENGINE_TORCH}"
+    if cfg.device == "cpu" and hidden % 32:  # a limit of vLLM's grouped kernel for the experts
+        yield f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; needed: a multiple of 32 {ENGINE_TORCH}"
+    if not cfg.keeps_factors_apart:
+        return
+    moe = any(arch.moe_layers)
+    # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
+    # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
+    if cfg.device == "cpu" and moe:
+        yield (
+            "rollout.sync: adapter: vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU; "
+            "needed: merged"
+        )
+    # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
+    if cfg.device in ("cuda", "npu") and cfg.model.dtype == "fp32":
+        yield "rollout.sync: adapter: vLLM's LoRA kernels take no fp32 on a GPU or an NPU; needed: merged"
+    # lora_weights.py, pack_moe: three asserts
+    halves = {"linear_fc1", "linear_fc2"} & set(cfg.lora.targets)
+    if cfg.device in ("cuda", "npu") and moe and len(halves) == 1:
+        yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; needed: merged"
+
+
+def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
+    """A message for the first number of ``parts`` that ``ranks`` does not divide, with the nearest sizes that do."""
+    for what, number in parts.items():
+        if number % ranks:
+            working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]
+            return [f"{key}: {ranks} does not divide {number} {what}; nearest: {nearest(ranks, working)}"]
+    return []
