@@ -40,41 +40,58 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
 
     The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
     is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so. The
-    same holds for an override `section.key:=value`, as the run scripts give their own. A file with a tiny_model section
-    says that its own model.path is to be made. An override of model.path alone may be a mistyped folder, or a model to
-    download, so a folder that does not exist needs a tiny_model key beside it.
+    same holds for an override `section.key:=value`, as the run scripts give their own. Without ``layout`` the rules
+    about sizes of the layout are left to the caller.
     """
     file_tree = read_file(path)
     _refuse_idle(flatten(file_tree), _typed(file_tree, f"{path}: "), f"{path}: ")
+    tree, given, notes = _overridden(file_tree, overrides)
+    cfg = _typed(tree, "override ")
+    _refuse_idle(given, cfg, "override ")
+    idle = idle_keys(cfg)
+    if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
+        idle["data.num_train"] = "it counts the questions of another data.source"
+    for key in [key for key in idle if key in flatten(tree)]:
+        section, name = key.split(".")
+        tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
+        notes.append(f"{key}: not read, {idle[key]}")
+    cfg = _typed(tree, "")
+    found = unknown_checks(cfg) + (problems(cfg) if layout else other_values(cfg))
+    if found:
+        raise InputError("; ".join(found))
+    if cfg.model.path != file_tree["model"]["path"]:
+        _refuse_mistyped_model(cfg, given)
+    return cfg, notes
 
-    tree, given, notes = file_tree, set(), []
+
+def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], list[str]]:
+    """``tree`` with the overrides, the keys that the user gave, and notes.
+
+    Of a key of three parts the first two are given as well. A key that ends in `:` is a script's own, not the user's.
+    """
+    given: set[str] = set()
+    notes = []
     for key, value in map(parse_override, overrides):
         tree = _with(tree, key.removesuffix(":"), value)
         if key.endswith(":"):
             continue
         if key in given:
             notes.append(f"{key}: given twice on the command line, the last one counts")
-        given |= {key, ".".join(key.split(".")[:2])} if key.count(".") > 1 else {key}
-    cfg = _typed(tree, "override ")
-    _refuse_idle(given, cfg, "override ")
-    idle = idle_keys(cfg)
-    if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
-        idle["data.num_train"] = "it counts the questions of another data.source"
-    for key, reason in idle.items():
-        section, name = key.split(".")
-        if name in (tree.get(section) or {}):
-            tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
-            notes.append(f"{key}: not read, {reason}")
-    cfg = _typed(tree, "")
-    if found := unknown_checks(cfg) + (problems(cfg) if layout else other_values(cfg)):
-        raise InputError("; ".join(found))
-    wished = cfg.model.path == file_tree["model"]["path"] or any(key.startswith("tiny_model.") for key in given)
-    if cfg.tiny_model is not None and not wished and not Path(cfg.model.path).exists():
+        given |= {key, ".".join(key.split(".")[:2])}
+    return tree, given, notes
+
+
+def _refuse_mistyped_model(cfg: Config, given: Set[str]) -> None:
+    """InputError for an override of model.path to a folder that is not there, unless a tiny model is wanted there.
+
+    It may be mistyped, or a model to download. A key of tiny_model beside it says that the model is to be made.
+    """
+    wants_tiny_model = any(key.startswith("tiny_model.") for key in given)
+    if cfg.tiny_model is not None and not wants_tiny_model and not Path(cfg.model.path).exists():
         raise InputError(
             f"override model.path: there is no {cfg.model.path}; needed: the folder of a model (and tiny_model=null), "
             f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={cfg.tiny_model.seed}"
         )
-    return cfg, notes
 
 
 def load_recorded(path: Path) -> Config:
