@@ -1,6 +1,6 @@
-"""Who samples: the ranks that train, in turn, or the last rollout.ranks ranks, one step ahead of the others.
+"""The last rollout.ranks ranks sample, one step ahead of the others, which train.
 
-With ranks of its own the sampling of a rollout, with the policy before the last update, takes place while the trainers
+The sampling of a rollout, with the policy before the last update, takes place while the trainers
 learn from the rollout before. The two sides are worlds of their own, each with its layout. They meet twice a step at a
 Bridge, in a fixed order: the policy's factors go to the samplers, and a scored rollout comes back. There is no queue
 and no clock, so a run repeats itself to the byte, and equals a run with rollout.staleness 1 whose ranks do both. Here
@@ -10,6 +10,7 @@ steps count from 0, and a policy's version is the number of steps after which it
 import dataclasses
 import datetime
 import hashlib
+import os
 import pickle
 import time
 from dataclasses import dataclass, field
@@ -20,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adapter_weights
-import evaluate
 import lora_megatron
-import rollout
+import parallel_setup
 from config import is_due
-from engines.interface import Completion, Engine
-from inputs.check import Inputs
+from engines.interface import Completion
+from inputs.check import Inputs, texts
 from inputs.files import InputError
 from inputs.rules import Side, side_of
 from knobs import Config
@@ -34,12 +34,10 @@ from parallel_setup import Parallel, launched_rank, launched_world_size
 from policy import Policy
 from rollout import Sampled
 from runlog import Heartbeat, StepTimer
+from sampler import Evaluation, Pushed, Sampler
 from tripwires import Tripped, Tripwires
-from weight_sync import Push
 
 LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and between two notes of one's own
-
-Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
 
 
 # ------------------------------------------------------------------------------------------------ the meeting place
@@ -184,11 +182,6 @@ def digests(texts: dict[str, str]) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
-class Pushed(NamedTuple):
-    metrics: dict[str, float]
-    checksums: list[float]  # of what each rank has pushed
-
-
 class Delivery(NamedTuple):
     """A rollout on its way to the trainers."""
 
@@ -200,50 +193,6 @@ class Delivery(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ seen by the trainers
-
-
-@dataclass
-class Colocated:
-    """The sampler on the ranks that train."""
-
-    cfg: Config
-    parallel: Parallel
-    inputs: Inputs
-    heartbeat: Heartbeat
-    tripwires: Tripwires
-    learner: Learner
-    push_to_engine: Push
-    pushed: Pushed = Pushed({}, [])
-    seconds: dict[str, float] = field(default_factory=dict)  # beside those of the trainers: none
-
-    def push(self, step: int) -> None:
-        """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
-        with self.learner.sampling_policy():
-            self.pushed = push(self.push_to_engine, step, self.inputs, self.parallel)
-        self.tripwires.after_push(step, self.pushed.checksums, self.pushed.metrics)
-
-    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
-        """The rollout of ``step``, and the metrics of the push before it."""
-        sampled = rollout.sample_step(
-            self.push_to_engine.engine, self.inputs.questions, self.inputs.score, self.cfg, self.parallel, step
-        )
-        return sampled, self.pushed.metrics
-
-    def push_clean(self, version: int) -> None:
-        """Give the engine the policy as the trainer has it."""
-        self.push_to_engine.clean()
-
-    def evaluate(self, version: int) -> Evaluation:
-        """Evaluate the policy that the engine has. Collective."""
-        return evaluation(self.cfg, self.push_to_engine.engine, self.inputs, self.parallel, self.heartbeat)
-
-    def where_apart(self, bound: float) -> str:
-        """The layer in which sampler and trainer differ by more than ``bound``, after another push. Collective."""
-        self.push_to_engine.clean()
-        return self.push_to_engine.first_differing_layer(self.inputs.held_out[0].prompt, bound)
-
-    def close(self) -> None:
-        self.push_to_engine.engine.close()
 
 
 @dataclass
@@ -326,76 +275,76 @@ class Apart:
 # ------------------------------------------------------------------------------------------------ the sampling side
 
 
-def push(to_engine: Push, step: int, inputs: Inputs, parallel: Parallel) -> Pushed:
-    metrics = to_engine(step, inputs.held_out[0].prompt)
-    return Pushed(metrics, parallel.gather_objects(metrics["sync/checksum"]))
-
-
-def evaluation(cfg: Config, engine: Engine, inputs: Inputs, parallel: Parallel, heartbeat: Heartbeat) -> Evaluation:
-    sets = {"": inputs.held_out, **inputs.sets}
-    return evaluate.evaluate(engine, sets, inputs.score, cfg.eval, cfg.rollout, parallel, heartbeat.beat)
-
-
 @dataclass
 class Samplers:
     """The sampling side of a run."""
 
-    cfg: Config
-    parallel: Parallel
-    inputs: Inputs
-    heartbeat: Heartbeat
-    bridge: Bridge
+    sampler: Sampler
     policy: Policy
-    push_to_engine: Push
+    bridge: Bridge
     first_step: int
     version: int  # of the policy
 
     def serve(self) -> None:
         """Sample every rollout and make every evaluation, in the order in which the trainers ask for them."""
-        cfg, steps = self.cfg, self.cfg.train.steps
+        cfg = self.sampler.cfg
+        steps = cfg.train.steps
         if self.first_step == 0:
             self._evaluate()
         for step in range(self.first_step, steps):
-            timer, version = StepTimer(self.heartbeat, step, self.parallel.device), self.version
+            timer = StepTimer(self.sampler.heartbeat, step, self.policy.parallel.device)
+            version = self.version
             with timer.phase("sync"):
-                pushed = push(self.push_to_engine, step, self.inputs, self.parallel)
+                pushed = self.sampler.push(step)
             with timer.phase("generate"):
-                sampled = rollout.sample_step(
-                    self.push_to_engine.engine, self.inputs.questions, self.inputs.score, cfg, self.parallel, step
-                )
+                sampled = self.sampler.sample(step)
                 groups = self._all_groups(sampled)
             evaluates = step > self.first_step and is_due(step, cfg.eval.every, steps)
             if evaluates or step + 1 < steps:
                 self._take(step)
             if evaluates:
-                self.push_to_engine.clean()
                 self._evaluate()
             seconds = {f"samplers/{phase}_s": round(value, 4) for phase, value in timer.seconds.items()}
             self._send(Delivery(step, version, pushed, sampled._replace(completions=groups), seconds))
         if self.first_step < steps:
             self._take(steps)
-            self.push_to_engine.clean()
             self._evaluate()
-        self.push_to_engine.engine.close()
+        self.sampler.engine.close()
 
     def _take(self, version: int) -> None:
         self.bridge.receive_policy(self.policy, version)
         self.version = version
 
     def _evaluate(self) -> None:
-        found = evaluation(self.cfg, self.push_to_engine.engine, self.inputs, self.parallel, self.heartbeat)
-        self._send((self.version, found))
+        if self.version:
+            self.sampler.push_clean()
+        self._send((self.version, self.sampler.evaluate()))
 
     def _send(self, value: object) -> None:
-        if self.parallel.rank == 0:
+        if self.policy.parallel.rank == 0:
             self.bridge.send(value, "a rollout or evaluation to be taken")
 
     def _all_groups(self, sampled: Sampled) -> list:
         """The groups of all prompts, on rank 0."""
-        by_rank: list = [None] * self.parallel.world_size
-        is_first = self.parallel.rank == 0
+        parallel = self.policy.parallel
+        by_rank: list = [None] * parallel.world_size
+        is_first = parallel.rank == 0
         dist.gather_object(sampled.completions, by_rank if is_first else None)
         if not is_first:
             return []
-        replicas, count = by_rank[:: self.cfg.rollout.replica_ranks], len(sampled.asked)
-        return [replicas[place % len(replicas)][place // len(replicas)] for place in range(count)]
+        replicas = by_rank[:: self.sampler.cfg.rollout.replica_ranks]
+        return [replicas[prompt % len(replicas)][prompt // len(replicas)] for prompt in range(len(sampled.asked))]
+
+
+def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
+    """The ranks that only sample, with the policy that samples first. Collective over them."""
+    # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
+    os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
+    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
+    policy = Policy.load(bridge.side.cfg, inputs.arch, parallel)
+    heartbeat.beat("loading the base weights")
+    first_step = bridge.agreed_start(read)
+    version = max(0, first_step - 1)
+    bridge.receive_policy(policy, version)
+    sampler = Sampler(bridge.side.cfg, inputs, policy, heartbeat)
+    return Samplers(sampler, policy, bridge, first_step, version)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 import adapter_weights
 import checkpoint
@@ -22,29 +23,30 @@ import lora_megatron
 import parallel_setup
 import rollout
 import runlog
-from config import changes_at_resume, to_dict, to_yaml
+from config import changes_at_resume, to_dict
 from data_gsm8k import Question
 from engines.interface import Completion
-from inputs.check import Inputs, checkpoint_to_resume, introduction
+from inputs.check import Inputs, checkpoint_to_resume, introduction, texts
 from inputs.files import disk_errors
+from inputs.question_files import alike
 from knobs import Config
 from lab import curves
 from learner import Learner
 from parallel_setup import Parallel
-from plan import grid, parameters, utilisation
+from plan import utilisation
 from policy import Policy
 from rollout import Rollout, Sampled
 from runlog import Heartbeat
-from sampling_ranks import Apart, Bridge, Colocated, Samplers
+from sampler import Colocated, Sampler
+from sampling_ranks import Apart, Bridge
 from tripwires import Tripwires
-from weight_sync import Push
 
 # ------------------------------------------------------------------------------------------------ opening the run
 
 
 @dataclass
 class Run:
-    """The parts of a run; how it evaluates, saves and ends."""
+    """The parts of a run; how it records, is checked, evaluates, saves and ends."""
 
     cfg: Config
     parallel: Parallel
@@ -56,6 +58,7 @@ class Run:
     sampler: Colocated | Apart
     first_step: int  # > 0 after a resume
     profiler: Any = None  # of the step that is profiled now
+    peak: tuple[float, str] | tuple[()] = ()  # of the device memory in any step, GiB and phase; () on a CPU
 
     @property
     def ranks(self) -> int:
@@ -63,7 +66,9 @@ class Run:
         return self.parallel.world_size + self.cfg.rollout.ranks
 
     def evaluate(self, after_steps: int) -> None:
-        """Evaluate the policy that the sampler holds, and log the result. Collective."""
+        """Evaluate the policy without noise, and log the result. Collective."""
+        if after_steps:  # a new sampler has this policy
+            self.sampler.push_clean(after_steps)
         summary, outcomes = self.sampler.evaluate(after_steps)
         self.log.log_eval(after_steps, summary, outcomes)
         self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
@@ -92,6 +97,33 @@ class Run:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
         return runlog.StepTimer(self.heartbeat, step, self.parallel.device)
+
+    def check_questions(self, step: int, sampled: Sampled) -> None:
+        """Tripped for a question that a step must not ask."""
+        asked = [alike(question.question) for question in sampled.all_asked]
+        self.tripwires.asked(step, asked, len(self.inputs.questions), self.inputs.not_for_training())
+
+    def record(
+        self, step: int, sampled: Sampled, metrics: dict[str, float], timer: runlog.StepTimer
+    ) -> dict[str, float]:
+        """Log the metrics and times of a step.  -> the metrics of rank 0, by which all ranks decide. Collective."""
+        metrics = self.parallel.gather_objects(rollout.metrics(sampled) | metrics)[0]
+        completions = self.shown_completions(sampled.asked, sampled.batch, sampled.completions)
+        self.log.log_rows("completions.jsonl", step + 1, completions)
+        self.log.log_rows("moe.jsonl", step + 1, [self.learner.router_load.by_layer])
+        peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
+        self.peak = max(self.peak, peak)
+        timing = timer.timing(sampled.num_tokens) | self.sampler.seconds
+        self.log.log_step(step + 1, metrics, timing | self.speed(sampled, timing) | device_memory(peak))
+        self.end_step(step)
+        return metrics
+
+    def check(self, step: int, rewards: Tensor, metrics: dict[str, float]) -> None:
+        """Tripped if the step shows that the run is silently wrong. Collective."""
+        extremes = rewards.min().item(), rewards.max().item()
+        self.tripwires.after_step(step, metrics, extremes, self.sampler.where_apart)
+        self.tripwires.reference(step, self.learner.reference_gap)
+        self.tripwires.state(step + 1, lambda: self.learner.policy.unequal(frozen=False))
 
     def end_step(self, step: int) -> None:
         """Write the trace of this rank, if the step was profiled. Collective: rank 0 alone knows a new run's folder."""
@@ -134,13 +166,12 @@ class Run:
             self.cfg, self.inputs.arch, rows, trained, timing, self.ranks, peak, sampled.num_tokens
         )
 
-    def finish(self, peak: tuple[float, str] | tuple[()]) -> None:
-        """Close the engine, and log the peak of the device memory (GiB, phase) and the result of the run."""
+    def finish(self) -> None:
+        """Close the engine, and log the peak of the device memory and the result of the run."""
         self.sampler.close()
-        if peak:
-            self.log.say(
-                utilisation.memory_beside_plan(self.cfg, self.inputs.arch, self.ranks, self.parallel.device.type, *peak)
-            )
+        if self.peak:
+            device = self.parallel.device.type
+            self.log.say(utilisation.memory_beside_plan(self.cfg, self.inputs.arch, self.ranks, device, *self.peak))
         if self.parallel.expert > 1 and self.learner.router_load.fullest:
             self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
@@ -157,51 +188,6 @@ class Run:
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
     """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
-
-
-def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
-    """What all ranks must have read alike, each from the files of its own node."""
-    prompts = {"the training questions": inputs.questions, "the held-out questions": inputs.held_out}
-    prompts |= {f"the questions of eval.sets.{name}": part for name, part in inputs.sets.items()}
-    return {
-        "the configuration": to_yaml(cfg),
-        "config.json of model.path": repr(inputs.arch),
-        **{f"{name} as prompts": part.as_read() for name, part in prompts.items()},
-    }
-
-
-def open_engine(cfg: Config, inputs: Inputs, policy: Policy, heartbeat: Heartbeat) -> Push:
-    """The engine, behind the push that has given it ``policy``, whose model goes to the device. Collective."""
-    arch, parallel = policy.arch, policy.parallel
-    layout = grid.of(cfg, parallel.world_size)
-    if cfg.keeps_factors_apart and parameters.shared_experts(cfg, arch, layout, parallel.device.type)[0]:
-        Push.frozen_experts_to_host_(policy.model, parallel.device)
-    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
-    pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, stop_tokens)
-    # The engine reports progress, because decoding may take longer than train.stall_seconds.
-    engine = rollout.open_engine(cfg, arch, parallel.device, stop_tokens, pad_token, heartbeat.beat)
-    push = Push(cfg, policy, engine)
-    if not push.shared_bytes:
-        policy.model.to(parallel.device)
-    heartbeat.beat("the first push of the whole model")
-    if cfg.rollout.expert_parallel:
-        push.check_start(inputs.held_out[0].prompt)
-    return push
-
-
-def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge) -> Samplers:
-    """The ranks that only sample, with the policy that samples first. Collective over them."""
-    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
-    side = bridge.side.cfg
-    # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
-    os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
-    policy = Policy.load(side, inputs.arch, parallel)
-    heartbeat.beat("loading the base weights")
-    first_step = bridge.agreed_start(read)
-    version = max(0, first_step - 1)
-    bridge.receive_policy(policy, version)
-    push = open_engine(side, inputs, policy, heartbeat)
-    return Samplers(side, parallel, inputs, heartbeat, bridge, policy, push, first_step, version)
 
 
 def open_run(
@@ -237,9 +223,8 @@ def open_run(
         policy.model.to(parallel.device)
         sampler.start(first_step, read)
     else:
-        push = open_engine(cfg, inputs, policy, heartbeat)
-        sampler = Colocated(cfg, parallel, inputs, heartbeat, tripwires, learner, push)
-        shared_bytes = push.shared_bytes
+        engine = Sampler(cfg, inputs, policy, heartbeat)
+        sampler, shared_bytes = Colocated(engine, learner, tripwires), engine.push_policy.shared_bytes
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
     held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
     log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")

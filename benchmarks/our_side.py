@@ -1,4 +1,4 @@
-"""This trainer's side of the benchmarks: train_grpo.start, whose timer waits for a line on stdin before every step.
+"""This trainer's side of the benchmarks: a training whose timer waits for a line on stdin before every step.
 
     python benchmarks/our_side.py CASE --work DIR [--set '{"section__key": value}']
 
@@ -25,8 +25,10 @@ import export
 import packing
 import reward_gsm8k
 import rollout
+import runlog
 import startup
 import train_grpo
+import training_command
 from engines.torch_sampler import TorchSampler
 from inputs import check
 from learner import Learner
@@ -162,9 +164,9 @@ def install(side: Side) -> None:
         side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
         return completions
 
-    write_step, real_sample = train_grpo.runlog.RunLog.log_step, TorchSampler.sample
-    train_grpo.runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
-    train_grpo.runlog.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
+    write_step, real_sample = runlog.RunLog.log_step, TorchSampler.sample
+    runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
+    runlog.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
     check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
@@ -182,7 +184,7 @@ def main() -> None:
     cfg = cases.config(cases.CASES[args.case], args.work, 10**6, **args.set)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     install(Side(answers, args.work / f"adapter_{args.case}"))
-    train_grpo.start(cfg)
+    training_command.start(cfg, train_grpo.train)
 
 
 if __name__ == "__main__":

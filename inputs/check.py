@@ -24,6 +24,7 @@ import run_record
 import tiny_model
 import weights_hf
 from architecture import Architecture
+from config import to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
 from inputs import functions, hf_config, question_files
@@ -282,3 +283,14 @@ def unread_forms(cfg: Config, inputs: Inputs) -> list[str]:
                     f"does not read that form, reward.method={readers[0]} does"
                 )
     return warnings
+
+
+def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
+    """What all ranks must have read alike, each from the files of its own node."""
+    prompts = {"the training questions": inputs.questions, "the held-out questions": inputs.held_out}
+    prompts |= {f"the questions of eval.sets.{name}": part for name, part in inputs.sets.items()}
+    return {
+        "the configuration": to_yaml(cfg),
+        "config.json of model.path": repr(inputs.arch),
+        **{f"{name} as prompts": part.as_read() for name, part in prompts.items()},
+    }

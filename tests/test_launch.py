@@ -26,6 +26,7 @@ from saved import config_in
 import parallel_setup
 import runlog
 import train_grpo
+import training_command
 from checks import launched as launched_question
 from config import to_yaml
 from parallel_setup import Parallel
@@ -77,7 +78,7 @@ def test_an_error_in_a_collective_is_printed_after_a_hint_and_no_other_one(
     fault, lost, tmp_path, monkeypatch, capsys
 ) -> None:
     """Whatever the words of an error are: a function of the user's may raise one about peers and connections."""
-    monkeypatch.setattr(train_grpo, "start", lambda *_, **__: fault(tmp_path / "store"))
+    monkeypatch.setattr(training_command, "start", lambda *_, **__: fault(tmp_path / "store"))
     monkeypatch.setattr(parallel_setup.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 1
@@ -107,7 +108,7 @@ def test_a_missing_file_in_the_middle_of_a_training_has_a_traceback(monkeypatch,
     def missing(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No such file", "library.so")
 
-    monkeypatch.setattr(train_grpo, "start", missing)
+    monkeypatch.setattr(training_command, "start", missing)
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[0].startswith("Traceback") and any(", in missing" in line for line in said)

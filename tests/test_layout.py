@@ -30,14 +30,15 @@ FOLDERS = {  # a folder -> the other folders from which its files may import
 # A folder -> the files outside of it that may import its files.
 MAY_ENTER = {
     "plan": {
-        "train_grpo",
+        "training_command",
         "startup",
+        "sampler",
         "preflight",
-        "sweep",
+        "sweep",  # its --list prints hours and disk by the plan
         "weight_sync",
-    },  # sweep.py --list prints hours and disk by the plan
+    },
     "checks": {"preflight"},
-    "lab": {"report", "runlog", "startup", "sweep", "train_grpo"},
+    "lab": {"report", "runlog", "startup", "sweep", "training_command"},
 }
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}

@@ -25,7 +25,6 @@ import data_gsm8k
 import grpo
 import learner
 import startup
-import train_grpo
 import weights_hf
 from engines.interface import Completion
 from inputs import check
@@ -369,7 +368,7 @@ def test_the_learning_rate_by_hand(tmp_path) -> None:
 def test_shuffled_rewards_are_the_same_rewards_at_other_places() -> None:
     rewards = torch.arange(24.0).view(6, 4)
     before = rewards.clone()
-    orders = [train_grpo.shuffled(rewards, seed) for seed in (1, 1, 2)]
+    orders = [grpo.shuffled(rewards, seed) for seed in (1, 1, 2)]
     assert torch.equal(rewards, before)
     for order in orders:
         assert order.shape == (6, 4) and sorted(order.flatten().tolist()) == list(range(24))

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 import rollout
 import train_grpo
+import training_command
 from architecture import Architecture, layers
 from config import load_config, to_dict
 from device import DTYPES
@@ -180,5 +181,5 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     patch.setattr(rollout, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
     record(patch, folder / f"rank-{os.environ['RANK']}")
     plant(patch)
-    train_grpo.start(cfg)
+    training_command.start(cfg, train_grpo.train)
     return 0

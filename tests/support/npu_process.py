@@ -3,8 +3,8 @@
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
 
 FOLDER/operations.json gets what the operations gave. FOLDER/life/config.yaml makes its tiny model, is trained,
-evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training: train_grpo.start on
-every rank, interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
+evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training, on every rank,
+interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
 FOLDER/LAYOUT/answer-r. All of them are forked, so that torch and Megatron are imported only once. With a real
 MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. The
 exit code is 1 if a rank failed.
@@ -207,6 +207,7 @@ def train(folder: Path, interrupted: bool) -> None:
 
     import config
     import train_grpo
+    import training_command
     from learner import Learner
 
     training.lighten()
@@ -214,7 +215,7 @@ def train(folder: Path, interrupted: bool) -> None:
         real_update = Learner.update
         Learner.update = lambda self, *args: (interrupt if args[3] == INTERRUPTED else real_update)(self, *args)
     try:
-        train_grpo.start(config.load_config(folder / "config.yaml"))
+        training_command.start(config.load_config(folder / "config.yaml"), train_grpo.train)
     except Interrupted:
         return
     answers = {

@@ -21,6 +21,7 @@ import reward_gsm8k
 import rollout
 import run_record
 import runlog
+import startup
 import tiny_model
 import train_grpo
 from aqn import AqnError
@@ -120,7 +121,8 @@ def start(cfg: Config, layout: str) -> None:
         inputs = check.check_inputs(cfg, world.LAYOUTS[layout][0], scorer)
         check.check_answers(cfg, scorer)
         parallel = world.open_layout(layout)
-        train_grpo.train(cfg, parallel, Heartbeat(0, RunLog(cfg, parallel.rank)), inputs)
+        heartbeat = Heartbeat(0, RunLog(cfg, parallel.rank))
+        train_grpo.train(startup.open_run(cfg, parallel, heartbeat, inputs))
 
 
 def lighten(lenient: bool = True) -> None:

@@ -1,0 +1,107 @@
+"""The engine that holds the policy: pushes, rollouts and evaluations; and how the ranks that train use it in turn.
+
+sampling_ranks.py has the same for engines on ranks of their own (rollout.ranks). Steps count from 0.
+"""
+
+from typing import NamedTuple
+
+import data_gsm8k
+import evaluate
+import rollout
+from inputs.check import Inputs
+from knobs import Config
+from learner import Learner
+from plan import grid, parameters
+from policy import Policy
+from rollout import Sampled
+from runlog import Heartbeat
+from tripwires import Tripwires
+from weight_sync import Push
+
+Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
+
+
+class Pushed(NamedTuple):
+    metrics: dict[str, float]
+    checksums: list[float]  # of what each rank has pushed
+
+
+class Sampler:
+    """An engine that gets the policy. All of its ranks make the same calls."""
+
+    def __init__(self, cfg: Config, inputs: Inputs, policy: Policy, heartbeat: Heartbeat) -> None:
+        """Open the engine and give it ``policy``, whose model goes to the device."""
+        self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
+        self.probe = inputs.held_out[0].prompt
+        device, layout = policy.parallel.device, grid.of(cfg, policy.parallel.world_size)
+        if cfg.keeps_factors_apart and parameters.shared_experts(cfg, policy.arch, layout, device.type)[0]:
+            Push.frozen_experts_to_host_(policy.model, device)
+        stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
+        pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, stop_tokens)
+        # The engine reports progress, because decoding may take longer than train.stall_seconds.
+        self.engine = rollout.open_engine(cfg, policy.arch, device, stop_tokens, pad_token, heartbeat.beat)
+        self.push_policy = Push(cfg, policy, self.engine)
+        if not self.push_policy.shared_bytes:
+            policy.model.to(device)
+        heartbeat.beat("the first push of the whole model")
+        if cfg.rollout.expert_parallel:
+            self.push_policy.check_start(self.probe)
+
+    def push(self, step: int) -> Pushed:
+        """Give the engine the policy as its adapters are now, with the noise of ``step``."""
+        metrics = self.push_policy(step, self.probe)
+        return Pushed(metrics, self.parallel.gather_objects(metrics["sync/checksum"]))
+
+    def push_clean(self) -> None:
+        """Give the engine the policy as its adapters are now."""
+        self.push_policy.clean()
+
+    def sample(self, step: int) -> Sampled:
+        """The scored rollout of ``step``."""
+        questions, score = self.inputs.questions, self.inputs.score
+        return rollout.sample_step(self.engine, questions, score, self.cfg, self.parallel, step)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the policy that the engine has."""
+        sets = {"": self.inputs.held_out, **self.inputs.sets}
+        cfg, score = self.cfg, self.inputs.score
+        return evaluate.evaluate(self.engine, sets, score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat)
+
+    def first_differing_layer(self, bound: float) -> str:
+        """The layer in which sampler and trainer differ by more than ``bound``, after another push."""
+        self.push_policy.clean()
+        return self.push_policy.first_differing_layer(self.probe, bound)
+
+
+class Colocated:
+    """The sampler of the ranks that train, which sample and learn in turn."""
+
+    def __init__(self, sampler: Sampler, learner: Learner, tripwires: Tripwires) -> None:
+        self.sampler, self.learner, self.tripwires = sampler, learner, tripwires
+        self.pushed = Pushed({}, [])
+        self.seconds: dict[str, float] = {}  # of ranks that only sample: none
+
+    def push(self, step: int) -> None:
+        """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
+        with self.learner.sampling_policy():
+            self.pushed = self.sampler.push(step)
+        self.tripwires.after_push(step, self.pushed.checksums, self.pushed.metrics)
+
+    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
+        """The rollout of ``step``, and the metrics of the push before it."""
+        return self.sampler.sample(step), self.pushed.metrics
+
+    def push_clean(self, version: int) -> None:
+        """Give the engine the policy after ``version`` steps, which is the trainer's."""
+        self.sampler.push_clean()
+
+    def evaluate(self, version: int) -> Evaluation:
+        """The evaluation of the policy after ``version`` steps, which the engine has. Collective."""
+        return self.sampler.evaluate()
+
+    def where_apart(self, bound: float) -> str:
+        """The layer in which sampler and trainer differ by more than ``bound``. Collective."""
+        return self.sampler.first_differing_layer(bound)
+
+    def close(self) -> None:
+        self.sampler.engine.close()

@@ -1,0 +1,108 @@
+"""How train_grpo.py starts and ends: the order of a start, its exit codes, and what an error prints."""
+
+import contextlib
+import traceback
+from collections.abc import Callable
+
+import parallel_setup
+import runlog
+import sampling_ranks
+import startup
+import tiny_model
+from aqn import AqnError
+from config import command_line, resolve_config
+from inputs import check
+from inputs.files import MOST_RANKS, InputError, one_line
+from inputs.scoring import Scorer
+from knobs import Config
+from lab import trackers
+from plan import doctor
+from runlog import Heartbeat, RunLog
+from sampling_ranks import Bridge
+from startup import Run
+from tripwires import Tripped
+
+STOPS = (Tripped, AqnError)  # a run that would be silently wrong
+
+
+def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -> None:
+    """Check the input, start the device, join the other ranks, and ``train``. A command says how to continue it."""
+    log = RunLog(cfg, parallel_setup.launched_rank())
+    bridge = Bridge(cfg) if cfg.rollout.ranks else None
+    heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
+    if is_command:
+        runlog.end_on_signals(log.reached, log.note)
+    scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
+    try:
+        parallel_setup.start_device(cfg)
+        heartbeat.beat("the start of the device")
+        ranks = parallel_setup.launched_world_size()
+        inputs = check.check_inputs(cfg, ranks, scorer, heartbeat.beat)
+        check.check_answers(cfg, scorer)
+        doctor.quick(cfg)
+        heartbeat.beat("the checks of the input")
+        side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
+        with contextlib.ExitStack() as world:
+            with heartbeat.waiting():
+                device = world.enter_context(parallel_setup.open_world(cfg, side))
+            if cfg.tiny_model is not None and not samples:
+                tiny_model.make(cfg, device, heartbeat.beat)
+            if bridge:
+                with heartbeat.waiting():
+                    bridge.open(heartbeat)
+            parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
+            heartbeat.beat("the meeting of all ranks")
+            inputs = inputs or check.check_inputs(cfg, ranks, scorer, heartbeat.beat)  # of the tiny model, made now
+            assert inputs
+            if bridge and samples:
+                sampling_ranks.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
+            else:
+                train(startup.open_run(cfg, parallel, heartbeat, inputs, bridge))
+    except Exception as error:
+        log.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
+        raise
+    finally:
+        scorer.close()
+        heartbeat.stop()
+        log.close()
+
+
+def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int:
+    """Train, or check the input, as the ``arguments`` of train_grpo.py say.
+
+    Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error.
+
+    A rank that stands still ends itself with 4 (runlog.Heartbeat); 130 and 143: ended by Ctrl-C or SIGTERM.
+    """
+    parser = command_line("train_grpo.py", manual)
+    parser.add_argument("--check", action="store_true", help="check the input and stop")
+    parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
+    args = parser.parse_intermixed_args(arguments)
+    rank, trains = 0, False
+    try:
+        rank = parallel_setup.check_launch()
+        cfg, notes = resolve_config(args.config, args.overrides)
+        if rank == 0:
+            print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
+            trackers.refuse_missing(cfg.train.trackers)
+        if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
+            raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
+        if args.check:
+            doctor.quick(cfg)
+            print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
+        else:
+            trains = True
+            start(cfg, train, is_command=True)
+    except STOPS as error:
+        parallel_setup.report(rank, f"stopped: {error}")
+        return 3
+    except Exception as error:
+        if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename):  # the user's file
+            cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
+            parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
+            return 2
+        lost = parallel_setup.lost_others(error)
+        hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
+        parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)
+        return 1
+    return 0
