@@ -120,7 +120,7 @@ def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
-    """What the rank at the place of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
+    """What the rank of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
     if factor.is_expert:
         return value.chunk(parallel.expert)[parallel.expert_rank]
     if (dim := factor.shard_dim) is not None:
@@ -193,7 +193,7 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
 
 
 def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Two sums of each tensor's bits, the second one weighted by the place; equal on all types of device.
+    """Two sums of each tensor's bits, the second one weighted by the position; equal on all types of device.
 
     They are computed where the tensor is, in whole numbers modulo 2^64. The host waits for the device once.
     """
@@ -208,8 +208,8 @@ def _sums(tensor: Tensor) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(words), SUMMED):
         part = words[first : first + SUMMED].long()
-        places = torch.arange(first + 1, first + 1 + len(part), device=tensor.device)
-        total += torch.stack([part.sum(), (part * places).sum()])
+        positions = torch.arange(first + 1, first + 1 + len(part), device=tensor.device)
+        total += torch.stack([part.sum(), (part * positions).sum()])
     return total
 
 

@@ -87,14 +87,14 @@ class Questions(Sequence[Question]):
     def pick(self, step: int, count: int) -> list[Question]:
         """The `count` questions of `step` (from 0), which depend on (seed, step, count) alone.
 
-        The permutations of all epochs form one sequence, and step s takes places s * count to (s + 1) * count. So every
-        epoch asks every question once, also if the number of questions is not a multiple of `count`.
+        The permutations of all epochs form one sequence, and step s takes the positions s * count to (s + 1) * count.
+        So every epoch asks every question once, also if the number of questions is not a multiple of `count`.
         """
         epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
         seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
         order = np.concatenate([np.random.Generator(np.random.PCG64(s)).permutation(len(self)) for s in seeds])
         first = step * count - epochs[0] * len(self)
-        return [self.questions[place] for place in order[first : first + count]]
+        return [self.questions[index] for index in order[first : first + count]]
 
     def pick_more(self, step: int, round_: int, count: int, asked: Sequence[Question]) -> list[Question]:
         """`count` questions for a further round of `step`, none of which is `asked`; fewer if no more are left.
@@ -103,7 +103,7 @@ class Questions(Sequence[Question]):
         """
         seed, known = derive_seed(self.seed, "dynamic", step, round_), {question.question for question in asked}
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self))
-        others = (question for place in order if (question := self.questions[place]).question not in known)
+        others = (question for index in order if (question := self.questions[index]).question not in known)
         return list(itertools.islice(others, count))
 
 

@@ -332,8 +332,8 @@ def _permute(
     worth = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.float32, device=tokens.device)
     experts = (routing_map * worth).topk(experts_per_token).indices  # (n, k)
     sorted_pairs = experts.flatten().argsort(stable=True)
-    places = torch.arange(len(sorted_pairs), device=tokens.device)
-    inverse = torch.empty_like(places).scatter_(0, sorted_pairs, places).view_as(experts)
+    positions = torch.arange(len(sorted_pairs), device=tokens.device)
+    inverse = torch.empty_like(positions).scatter_(0, sorted_pairs, positions).view_as(experts)
     order = kernels.Order(sorted_pairs // experts_per_token, inverse)
     row_probs = probs.gather(1, experts).flatten().index_select(0, sorted_pairs)
     return kernels.dispatch_rows(tokens, order), row_probs, order, *more

@@ -75,13 +75,13 @@ def evaluate(
     settings: EvalConfig,
     sampling: RolloutConfig,
     parallel: Parallel,
-    beat: Callable[[str], None] = lambda place: None,
+    beat: Callable[[str], None] = lambda done: None,
 ) -> tuple[dict, list[dict]]:
     """A summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
 
     ``held_out``: the main set under "", and those of eval.sets under their names, whose keys are eval/NAME/... Of
     ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
-    An answer depends on its set's name and the place of its question alone, neither on the seed nor on the step of the
+    An answer depends on its set's name and the index of its question alone, neither on the seed nor on the step of the
     run, so two evaluations differ by their policies. Intervals count questions, not samples, because the k samples of
     a question are not independent.
     """
@@ -91,9 +91,9 @@ def evaluate(
         summary |= _summary(results, prefix(name))
         outcomes += [
             ({"set": name} if name else {})
-            | {"question": place, "gold": questions[place].gold}
+            | {"question": index, "gold": questions[index].gold}
             | {"greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
-            for place, row in enumerate(results)
+            for index, row in enumerate(results)
         ]
     return summary, outcomes
 
@@ -116,22 +116,22 @@ def _results(
     """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank."""
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
-    places = rollout.own_places(count, tensor, parallel)
+    indices = rollout.own_prompts(count, tensor, parallel)
     num_own = len(range(0, count, parallel.world_size // tensor))
     results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
-        wave = places[start : start + settings.batch_size]
+        wave = indices[start : start + settings.batch_size]
         beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
         answers = engine.sample(
-            [questions[place].prompt for place in wave],
-            seeds=[derive_seed("evaluation", *([name] * bool(name)), place) for place in wave],
+            [questions[index].prompt for index in wave],
+            seeds=[derive_seed("evaluation", *([name] * bool(name)), index) for index in wave],
             num_samples=k or 1,
             max_new_tokens=sampling.max_new_tokens,
             temperature=settings.temperature if k else 0.0,
             greedy_first=k > 0,
         )
         pairs = zip(wave, answers, strict=True)
-        scores = iter(score([(questions[place], answer) for place, group in pairs for answer in group]))
+        scores = iter(score([(questions[index], answer) for index, group in pairs for answer in group]))
         for i, group in enumerate(answers):
             scored = [(one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)]
             results[start + i] = torch.tensor(scored, dtype=torch.float32).flatten()

@@ -85,8 +85,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.scale, self.merges, self.enabled = alpha / rank, merges, True
         # Of routed experts: the engine's memory, if it is also the trainer's, and the changes of A and B that it has.
-        self.place: Tensor | None = None
-        self.placed: tuple[int, int] | None = None
+        self.buffer: Tensor | None = None
+        self.buffer_changes: tuple[int, int] | None = None
 
     @torch.no_grad()
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
@@ -142,7 +142,7 @@ class LoRALinear(Adapter):
 class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert.  A (E, in, R), B (E, R, out)
 
-    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor. With ``place``
+    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor. With ``buffer``
     (E, in, out), the merged weight is in the memory that the engine samples with, and is computed once an update.
     """
 
@@ -164,20 +164,20 @@ class LoRAGroupedLinear(Adapter):
 
     @torch.no_grad()
     def weight(self) -> Tensor:
-        """W + (alpha / R) B A of all local experts: new, or `place`, which is filled if A or B has changed.
+        """W + (alpha / R) B A of all local experts: new, or `buffer`, which is filled if A or B has changed.
 
         torch counts the changes of a tensor in _version; Learner adds one for the optimizer, whose kernels need not. A
         change that is not counted would be found by the check of every push (Policy.update_kept).
         """
         changes = self.A._version, self.B._version
-        if self.place is not None and self.placed == changes:
-            return self.place
-        weight = self.place
+        if self.buffer is not None and self.buffer_changes == changes:
+            return self.buffer
+        weight = self.buffer
         if weight is None:
             weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
         for part in stacks(self.base.shape):
             self.merged(self.base.matrices(part), part, out=weight[part])
-        self.placed = changes
+        self.buffer_changes = changes
         return weight
 
     def _update(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:

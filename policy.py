@@ -207,8 +207,8 @@ class Policy:
         else:
             weight = slot.rows(every)
             policy = (update + weight).to(dtype)
-            if adapter.place is not None:
-                held = adapter.place[slot.experts][..., ::every, :]
+            if adapter.buffer is not None:
+                held = adapter.buffer[slot.experts][..., ::every, :]
                 wrong.append(held.ne(policy).flatten(1).mean(1, dtype=torch.float32))
                 policy = held
             change = policy.float().sub_(weight)

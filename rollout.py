@@ -111,9 +111,9 @@ def sample_step(
     """The rollout of ``step``, after at most rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
 
     A round replaces the groups that are all right or all wrong by groups of questions that the step has not asked; if
-    too few such questions are left, the groups at the last places stay. What is asked and drawn depends on the seed,
+    too few such questions are left, the last groups stay. What is asked and drawn depends on the seed,
     the step, the round and the outcomes before, which all ranks know: they take the same rounds, and engines that
-    sample in lockstep are called equally often. The rank that owns a place samples all of its groups, so replicas can
+    sample in lockstep are called equally often. The rank that owns a prompt samples all of its groups, so replicas can
     have unequal work in a further round. Groups that are still equal after the last round stay in the batch.
     """
     settings = cfg.rollout
@@ -124,18 +124,18 @@ def sample_step(
     asked = questions.pick(step, settings.prompts_per_step)
     first, completions = draw(asked)
     batch, all_asked, num_tokens, rounds = first, [*asked], sum(first.lengths), 1
-    own = own_places(len(asked), settings.tensor, parallel)
+    own = own_prompts(len(asked), settings.tensor, parallel)
     for round_ in range(1, settings.dynamic_rounds + 1):
         equal = (batch.correct.amax(dim=1) == batch.correct.amin(dim=1)).nonzero().flatten().tolist()
         if not (new := questions.pick_more(step, round_, len(equal), all_asked)):
             break
-        places = equal[: len(new)]
-        for place, question in zip(places, new, strict=True):
-            asked[place] = question
-        drawn, groups = draw(asked, round_=round_, places=places)
-        batch = with_groups(batch, drawn, places)
-        for place, group in zip((place for place in own if place in places), groups, strict=True):
-            completions[own.index(place)] = group
+        indices = equal[: len(new)]
+        for index, question in zip(indices, new, strict=True):
+            asked[index] = question
+        drawn, groups = draw(asked, round_=round_, indices=indices)
+        batch = with_groups(batch, drawn, indices)
+        for index, group in zip((index for index in own if index in indices), groups, strict=True):
+            completions[own.index(index)] = group
         all_asked, num_tokens, rounds = all_asked + new, num_tokens + sum(drawn.lengths), round_ + 1
     if overlong := cfg.reward.overlong:
         lengths = torch.tensor(batch.lengths).view_as(batch.rewards)
@@ -150,10 +150,10 @@ def sample_step(
     return Sampled(batch, completions, asked, all_asked, first, num_tokens, extra if settings.dynamic_rounds else {})
 
 
-def with_groups(batch: Rollout, drawn: Rollout, places: Collection[int]) -> Rollout:
-    """``batch`` with the groups at ``places`` of ``drawn``, which has the prompts of all groups."""
+def with_groups(batch: Rollout, drawn: Rollout, indices: Collection[int]) -> Rollout:
+    """``batch`` with the groups at ``indices`` of ``drawn``, which has the prompts of all groups."""
     group_size = batch.rewards.shape[1]
-    replaced = [sequence // group_size in places for sequence in range(len(batch.lengths))]
+    replaced = [sequence // group_size in indices for sequence in range(len(batch.lengths))]
     rows = {"tokens": replaced, "logp": replaced, "truncated": replaced}
     rows |= dict.fromkeys(("rewards", "parsable", "correct"), replaced[::group_size])
     merged = {}
@@ -174,22 +174,22 @@ def sample(
     seed: int,
     step: int,
     round_: int = 0,
-    places: Collection[int] | None = None,
+    indices: Collection[int] | None = None,
     routed_experts: bool = False,
 ) -> tuple[Rollout, list[list[Completion]]]:
     """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
 
     ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the
-    seed, the step, the round and the place of its prompt, but not on the rank that samples it. With ``places``, only
-    the questions at these places get completions; the rows of the others are 0.
+    seed, the step, the round and the index of its prompt, but not on the rank that samples it. With ``indices``, only
+    the questions at these indices get completions; the rows of the others are 0.
     """
     replicas, of_round = parallel.world_size // settings.tensor, (round_,) if round_ else ()
-    rank_places = own_places(len(asked), settings.tensor, parallel)
-    sampled = [place for place in rank_places if places is None or place in places]
-    own = [asked[place] for place in sampled]
+    own_indices = own_prompts(len(asked), settings.tensor, parallel)
+    sampled = [index for index in own_indices if indices is None or index in indices]
+    own = [asked[index] for index in sampled]
     completions = engine.sample(
         [question.prompt for question in own],
-        seeds=[derive_seed(seed, "rollout", step, place, *of_round) for place in sampled],
+        seeds=[derive_seed(seed, "rollout", step, index, *of_round) for index in sampled],
         num_samples=settings.group_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
@@ -200,8 +200,8 @@ def sample(
     integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
     reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
     scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
-    for place, group in zip(sampled, completions, strict=True):
-        i = place // replicas
+    for index, group in zip(sampled, completions, strict=True):
+        i = index // replicas
         for j, answer in enumerate(group):
             n = len(answer.tokens)
             integers[i, j, :n] = torch.tensor(answer.tokens)
@@ -224,15 +224,15 @@ def sample(
     return batch, completions
 
 
-def own_places(count: int, tensor: int, parallel: Parallel) -> range:
-    """The places of the prompts, of ``count``, that this rank's replica of ``tensor`` ranks samples."""
+def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
+    """The indices of the prompts, of ``count``, that this rank's replica of ``tensor`` ranks samples."""
     return range(parallel.rank // tensor, count, parallel.world_size // tensor)
 
 
 def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     """The gathered results of all ranks, sorted into the order of the prompts.  (ranks, own, ...) -> (count, ...)
 
-    ``by_rank`` has a rank's results for its own_places; the ``tensor`` ranks of a replica have the same ones.
+    ``by_rank`` has a rank's results for its own_prompts; the ``tensor`` ranks of a replica have the same ones.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 

@@ -214,9 +214,9 @@ def data_files(cfg: Config) -> dict[str, str]:
     data, sets = cfg.data, {f"eval.sets.{name}": paths for name, paths in cfg.eval.sets.items()}
     read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
     return {
-        f"{key}[{place}]" if isinstance(paths, tuple) else key: path
+        f"{key}[{index}]" if isinstance(paths, tuple) else key: path
         for key, paths in (read | {"data.few_shot_path": data.few_shot_path} | sets).items()
-        for place, path in enumerate(listed(paths))
+        for index, path in enumerate(listed(paths))
         if path
     }
 

@@ -375,7 +375,7 @@ class StepTimer:
 # ------------------------------------------------------------------------------------------------ a rank that stalls
 
 EXIT_CODE = 4
-GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report their place too
+GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report theirs, too
 
 
 class Heartbeat:
@@ -389,18 +389,18 @@ class Heartbeat:
     def __init__(self, stall_seconds: int, log: RunLog, on_beat: Callable[[], None] = lambda: None) -> None:
         """``on_beat`` is called with every beat."""
         self.stall_seconds, self.log, self.on_beat = stall_seconds, log, on_beat
-        self.place, self.last = "start", time.monotonic()
+        self.done, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
         self.waits = False
         if stall_seconds:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
-    def beat(self, place: str = "") -> None:
-        """Report that this rank is alive, and has finished ``place``; without one, the place stays the same."""
-        self.place, self.last = place or self.place, time.monotonic()
+    def beat(self, done: str = "") -> None:
+        """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
+        self.done, self.last = done or self.done, time.monotonic()
         self.on_beat()
         if self.last - self.log.said > PROGRESS_SECONDS:
-            self.log.say(f"at work after: {self.place}{self.log.left()}")
+            self.log.say(f"at work after: {self.done}{self.log.left()}")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -432,7 +432,7 @@ class Heartbeat:
         """Say where this rank has stood still for so many seconds, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         limit = f"train.stall_seconds = {self.stall_seconds}"
-        cause = f"stood still for {still:.0f} s after: {self.place} ({limit})"
+        cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
         # In one piece: the ranks share a terminal or a log.
         os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{stacks()}".encode())
         self.log.note(f"stopped: rank {self.log.rank} {cause}")

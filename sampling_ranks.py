@@ -70,8 +70,8 @@ class Bridge:
         if self.rank == 0:
             self.pair = self._group("both sides", int(self.samples), 2)
 
-    def _group(self, name: str, place: int, size: int) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), place, size, self.limit)
+    def _group(self, name: str, rank: int, size: int) -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, self.limit)
 
     def note_progress(self) -> None:
         """Tell the other side that this one works: the beats of a rank that waits there say nothing."""

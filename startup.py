@@ -85,10 +85,10 @@ class Run:
                 "question": asked[0].question,
                 "gold": asked[0].gold,
                 "completion": evaluate.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
-                "reward": batch.rewards[0, place].item(),
+                "reward": batch.rewards[0, index].item(),
                 "tokens": len(completion.tokens),
             }
-            for place, completion in enumerate(first)
+            for index, completion in enumerate(first)
         ]
 
     def start_step(self, step: int) -> runlog.StepTimer:

@@ -85,7 +85,7 @@ def exists(cfg: Config) -> bool:
     return True
 
 
-def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda place: None) -> None:
+def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda done: None) -> None:
     """Write the model that cfg.tiny_model describes to cfg.model.path, if it is not there. Collective.
 
     All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` is called at every

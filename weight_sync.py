@@ -104,7 +104,7 @@ class Push:
             self.stacks, shared = {}, []
         for module, memory in shared:
             if isinstance(module, LoRAGroupedLinear):
-                module.place = memory
+                module.buffer = memory
             else:
                 module.weight = torch.nn.Parameter(memory, requires_grad=False)
         return sum(memory.nbytes for _, memory in shared)
@@ -266,8 +266,8 @@ class Push:
         device = self.parallel.device
         rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
-        place = torch.arange(tokens.shape[1]) - len(prompt)
-        mask = ((place >= 0) & (place < torch.tensor([[len(answer)] for answer in answers]))).long()
+        position = torch.arange(tokens.shape[1]) - len(prompt)
+        mask = ((position >= 0) & (position < torch.tensor([[len(answer)] for answer in answers]))).long()
         logp, *_ = model_megatron.token_logprobs(
             self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
         )

@@ -199,11 +199,11 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
 
     tensors = read_model(model_dir, arch)
     todo = list(slots(model, arch, parallel))
-    matrices = [(slot, place, names) for slot in todo for place, names in enumerate(slot.blocks)]
+    matrices = [(slot, index, names) for slot in todo for index, names in enumerate(slot.blocks)]
     silent = None if parallel.rank == 0 else True
-    for slot, place, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
+    for slot, index, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
         is_expert = slot.experts is not None
-        stored = slot.stored[place] if is_expert else slot.stored
+        stored = slot.stored[index] if is_expert else slot.stored
         blocks = [tensors[name] for name in names]
         if slot.dim is not None:
             blocks = [block.chunk(parallel.tensor, slot.dim)[parallel.tensor_rank] for block in blocks]  # views
@@ -250,15 +250,15 @@ def export(
             yield from _whole(slot, value, slot.names, arch, parallel)
             continue
         at_once = max(1, MESSAGE // (parallel.expert * value[0].numel()))
-        place, first = slot.experts.start, slot.blocks[0]
+        index, first = slot.experts.start, slot.blocks[0]
         for message in value.split(at_once):
             by_rank = gather(message, parallel.expert, parallel.expert_group)
             for local in range(len(message)):
                 for rank, peer in enumerate(by_rank):
-                    number = rank * (arch.num_experts // parallel.expert) + place
+                    number = rank * (arch.num_experts // parallel.expert) + index
                     names = tuple(re.sub(r"experts\.\d+", f"experts.{number}", name) for name in first)
                     yield from _whole(slot, peer[local].t(), names, arch, parallel)
-                place += 1
+                index += 1
 
 
 def changing(todo: list[Slot], only: Collection[str], adapted: bool = True, experts: bool = True) -> list[Slot]:

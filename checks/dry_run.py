@@ -198,7 +198,7 @@ def _push(cfg: Config, policy: Policy, engine: Any) -> Push:
     with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
         push._share_experts()
     for adapter in policy.adapters.values():
-        adapter.placed = None
+        adapter.buffer_changes = None
     return push
 
 

@@ -41,7 +41,9 @@ class Decoder:
         self.cache = LineCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
-        self.places: dict[str, tuple[int, str, Any]] = {}  # Hugging Face name -> its layer, part, and index in the part
+        self.locations: dict[
+            str, tuple[int, str, Any]
+        ] = {}  # Hugging Face name -> its layer, part, and index in the part
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
@@ -71,18 +73,18 @@ class Decoder:
         for module in modules(self.arch, self.arch.moe_layers[layer]):
             part, rows, pieces = module.part, 0, {}
             for block, (size, *_) in module.blocks.items():
-                place = slice(rows, rows + size)
+                columns = slice(rows, rows + size)
                 rows += size
                 for expert in range(module.copies):
                     name = f"model.layers.{layer}.{block.format(expert)}"
-                    pieces[name] = (expert, place) if module.kind == "experts" else place
+                    pieces[name] = (expert, columns) if module.kind == "experts" else columns
             for kind in ("weight", "bias")[: 1 + module.bias]:
                 shape = (rows, *next(iter(module.blocks.values()))[1:])[: 1 if kind == "bias" else None]
                 shape = (module.copies, *shape[::-1]) if module.kind == "experts" else shape
                 named = {f"{name}.{kind}": index for name, index in pieces.items()}
                 part = module.part if kind == "weight" else f"{module.part}.bias"
                 weights[part] = self._allocate(shape, named)
-                self.places |= {name: (layer, part, index) for name, index in named.items()}
+                self.locations |= {name: (layer, part, index) for name, index in named.items()}
         return weights
 
     @torch.no_grad()
@@ -107,7 +109,7 @@ class Decoder:
         check_factors(factors, self.shapes, lora)
         layers: list[dict[str, Factors]] = [{} for _ in self.layers]
         for name, (a, b) in factors.items():
-            layer, part, index = self.places[name]
+            layer, part, index = self.locations[name]
             weight = self.layers[layer][part]
             if part not in layers[layer]:
                 dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
@@ -232,15 +234,17 @@ class Decoder:
         hidden, experts = [], []
         step = max(1, PREFILL_TOKENS // longest)
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
-            in_line = (position >= shared) & (position < lengths[part, None]) | in_bf16  # (p, T)
-            in_line[0, :shared] = True
-            source = in_line.flatten().nonzero()[:, 0]  # (M,) place in the line -> place in the flattened rows
-            places = torch.where(position < shared, position, in_line.flatten().cumsum(0).view_as(in_line) - 1)
+            is_packed = (position >= shared) & (position < lengths[part, None]) | in_bf16  # (p, T)
+            is_packed[0, :shared] = True
+            source = is_packed.flatten().nonzero()[
+                :, 0
+            ]  # (M,) index in the packed sequence -> index in the flattened rows
+            index = torch.where(position < shared, position, is_packed.flatten().cumsum(0).view_as(is_packed) - 1)
             x, routes = F.embedding(ids[part].flatten()[source], self.embedding), []  # (M, h)
             cos, sin = (table[source % longest, None] for table in (caches[0].cos, caches[0].sin))  # (M, 1, D)
             for layer in range(arch.num_layers):
                 qkv = self._qkv(layer, x, cos, sin)
-                query, key, value = (packing.rows_of(heads, places) for heads in qkv)  # (p, heads, T, D)
+                query, key, value = (packing.rows_of(heads, index) for heads in qkv)  # (p, heads, T, D)
                 for cache in caches:
                     cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
@@ -249,8 +253,8 @@ class Decoder:
                 if layer_outputs is not None:
                     layer_outputs.append(x)
                 beat()
-            hidden.append(x[places[torch.arange(len(places), device=device), lengths[part] - 1]])
-            experts += [torch.stack(routes, 1).to(torch.uint8)[places]] if routes else []
+            hidden.append(x[index[torch.arange(len(index), device=device), lengths[part] - 1]])
+            experts += [torch.stack(routes, 1).to(torch.uint8)[index]] if routes else []
         return torch.cat(hidden), caches, torch.cat(experts) if experts else None
 
     def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:

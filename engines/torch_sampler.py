@@ -153,7 +153,7 @@ class TorchSampler(Engine):
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
         routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
-        row_ids = torch.arange(rows, device=device)  # (R,) the place of each row's results
+        row_ids = torch.arange(rows, device=device)  # (R,) the index of each row's results
 
         for n in range(new_tokens):
             self.beat()

@@ -261,7 +261,7 @@ class VllmEngine(Engine):
                 "routed experts asked of an engine that was made without routed_experts",
             ),
         )
-        places = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
+        samples = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
         self.draws.set_table(uniforms)
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
@@ -270,10 +270,10 @@ class VllmEngine(Engine):
                 temperature=temperature, seed=row, max_tokens=params.max_new_tokens,
                 logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
             )
-            for row in range(len(places))
+            for row in range(len(samples))
         ]  # fmt: skip
         with vllm_inside.surroundings_kept(self.device):
-            asked = [{"prompt_token_ids": prompts[i]} for i, _ in places]
+            asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
             adapter = self.adapter and self.adapter.request()
             answers = (
                 self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
@@ -281,7 +281,7 @@ class VllmEngine(Engine):
                 else []
             )
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for (i, _), answer in zip(places, answers, strict=True):
+        for (i, _), answer in zip(samples, answers, strict=True):
             (one,) = answer.outputs
             tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
             assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")

@@ -118,10 +118,10 @@ def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
     """(number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
-            places = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
-            places = list(range(len(module.w13_weight))) if places is None else places.tolist()
-            owned = [expert for expert, local in enumerate(places) if local >= 0]
-            yield re.search(r"layers\.(\d+)", name).group(1), module, sorted(owned, key=places.__getitem__)
+            local_index = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
+            local_index = list(range(len(module.w13_weight))) if local_index is None else local_index.tolist()
+            owned = [expert for expert, local in enumerate(local_index) if local >= 0]
+            yield re.search(r"layers\.(\d+)", name).group(1), module, sorted(owned, key=local_index.__getitem__)
 
 
 def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:

@@ -291,25 +291,25 @@ def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seq
     return _varlen_attention()(query, key, value, *sequences, scale=scale, window_size=(-1, 0))
 
 
-def take(x: Tensor, places: Tensor) -> Tensor:
-    """x[places], which may repeat a place.  (M, ...), (K,) -> (K, ...)
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], which may have an index several times.  (M, ...), (K,) -> (K, ...)
 
-    The gradients of a place are summed in fp32 and in a fixed order: on a GPU index_put_ sorts them, where the backward
-    pass of index_select adds in any order.
+    The gradients of an index are summed in fp32 and in a fixed order: on a GPU index_put_ sorts them, where the
+    backward pass of index_select adds in any order.
     """
-    return _Take.apply(x, places) if on_gpu(x.device) else x.index_select(0, places)
+    return _Take.apply(x, index) if on_gpu(x.device) else x.index_select(0, index)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor) -> Tensor:
-        ctx.places, ctx.size = places, len(x)
-        return x.index_select(0, places)
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.size = index, len(x)
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         total = torch.zeros(ctx.size, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return total.index_put_((ctx.places,), grad.float(), accumulate=True).to(grad.dtype), None
+        return total.index_put_((ctx.index,), grad.float(), accumulate=True).to(grad.dtype), None
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
@@ -362,7 +362,7 @@ def attention_mask(hidden: Tensor) -> Tensor:
     """What masked_attention takes on the device of ``hidden``, which is true where a query must not attend.
 
     On an NPU it is bool: op-plugin computes attention with any other mask by its formula, in fp32. Elsewhere it is fp32
-    with -inf in these places, so that it is made once and not in each layer.
+    with -inf there, so that it is made once and not in each layer.
     """
     if hidden.device.type == "npu":
         return hidden

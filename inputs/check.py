@@ -64,7 +64,7 @@ def check_inputs(
     cfg: Config,
     ranks: int,
     scorer: Scorer,
-    beat: Callable[..., None] = lambda place="": None,
+    beat: Callable[..., None] = lambda done="": None,
     with_device: bool = True,
 ) -> Inputs | None:
     """Check everything that needs no other rank, except the gold answers: check_answers does that. No weight is read.

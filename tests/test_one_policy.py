@@ -140,7 +140,7 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
         held = engine.decoder.slots[name].double()
         if sync == "adapter":
             assert torch.equal(held, base[name])
-            layer, part, index = engine.decoder.places[name]
+            layer, part, index = engine.decoder.locations[name]
             a, b, scale = engine.decoder.factors[layer][part]
             if a.dim() == 3:
                 expert, columns = index if isinstance(index, tuple) else (index, slice(None))

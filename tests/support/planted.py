@@ -163,7 +163,7 @@ def norms_of_another_class(pushed: tuple[float, dict[str, Tensor]], *_: object) 
 
 def noise_left_in(result: object, sync: Push, *_: object) -> object:
     """The last expert of the last layer has noise, as small as AQN's, after the push."""
-    places = [linear.place for _, linear in sync._experts() if getattr(linear, "place", None) is not None]
+    places = [linear.buffer for _, linear in sync._experts() if getattr(linear, "buffer", None) is not None]
     for place in places[-1:]:
         place[-1] += (1e-3 * torch.randn(place[-1].shape, generator=torch.Generator().manual_seed(0))).to(place.dtype)
     return result
@@ -285,7 +285,7 @@ FAULTS: dict[str, Plant] = {
         lambda real, w, a, b, scale, out=None: real(w, a, b, scale * (1 if out is None else 1.1), out),
     ),
     "the merge into shared memory is that of the push": instead(
-        LoRAGroupedLinear, "weight", lambda real, linear: real(linear) if linear.place is None else linear.place
+        LoRAGroupedLinear, "weight", lambda real, linear: real(linear) if linear.buffer is None else linear.buffer
     ),
     "experts have the update of their neighbour": after(
         LoRAGroupedLinear, "products", lambda pair, *_: [factor.roll(1, 0) for factor in pair]
