@@ -92,7 +92,9 @@ class Policy:
         for name, value in (self.factors if values is None else values).items():
             factor = self.factors[name]
             whole = adapter_weights.whole(name, factor, value.detach(), self.arch, self.parallel, join_on_host=True)
-            yield hf_name(name, self.arch), whole.cpu().contiguous() if self.parallel.rank == 0 else None
+            on_host = whole.cpu().contiguous() if self.parallel.rank == 0 else None
+            del whole  # before the next one is gathered
+            yield hf_name(name, self.arch), on_host
 
     def load_(self, tensors: Mapping[str, Tensor], ending: str = "", into: Mapping[str, Tensor] | None = None) -> None:
         """Fill the factors, or ``into``, from whole tensors whose names in ``tensors`` have this ``ending``.

@@ -25,6 +25,7 @@ from config import load_config, to_dict
 from device import DTYPES
 from engines.interface import Completion, Engine, Stack
 from engines.kinds import ENGINES
+from inputs import check
 from knobs import Config
 from plan import parameters
 
@@ -178,6 +179,7 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     patch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(packs_on=()))  # an accelerator's vLLM does not pack
     patch.setattr(parameters, "whole_experts", lambda *args, **kwargs: True)  # nor does it split each of them
     patch.setattr(rollout, "check_engine", lambda *args: None)
+    patch.setattr(check, "check_sides", lambda *args: None)  # the stand-in takes every model, and this is a CPU
     patch.setattr(rollout, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
     record(patch, folder / f"rank-{os.environ['RANK']}")
     plant(patch)
