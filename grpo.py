@@ -245,8 +245,11 @@ def _measured(
 
 
 PER_TOKEN: dict[str, Callable[[LossInputs], PerToken]] = {
-    "ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "dppo_tv": _dppo_tv,
-}  # fmt: skip
+    "ppo": _ppo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "dppo_tv": _dppo_tv,
+}
 
 
 def aggregate_loss(

@@ -157,9 +157,13 @@ class Learner:
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
         shares = rollout.plan(
-            lengths, parallel.data, cfg.optim.tokens_per_micro_batch,
-            multiple=parallel.tensor, group_size=cfg.rollout.group_size, prompts=prompts,
-        )  # fmt: skip
+            lengths,
+            parallel.data,
+            cfg.optim.tokens_per_micro_batch,
+            multiple=parallel.tensor,
+            group_size=cfg.rollout.group_size,
+            prompts=prompts,
+        )
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":
@@ -265,14 +269,26 @@ class Learner:
         logp, entropy = stats.logp, stats.entropy  # (b, T) twice
         old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         weights = grpo.rollout_weights(
-            old_logp, micro.rollout_logp, micro.mask, loss_cfg.importance, loss_cfg.importance_clip,
+            old_logp,
+            micro.rollout_logp,
+            micro.mask,
+            loss_cfg.importance,
+            loss_cfg.importance_clip,
             loss_cfg.importance_low,
-        )  # fmt: skip
+        )
         loss, measured = grpo.policy_loss(
-            logp, old_logp, micro.advantages, micro.mask, weights=weights, kind=functions.token_loss(loss_cfg.kind),
-            clip_low=loss_cfg.clip_low, clip_high=loss_cfg.clip_high, dual_clip=loss_cfg.dual_clip,
-            aggregate=loss_cfg.aggregate, **counts,
-        )  # fmt: skip
+            logp,
+            old_logp,
+            micro.advantages,
+            micro.mask,
+            weights=weights,
+            kind=functions.token_loss(loss_cfg.kind),
+            clip_low=loss_cfg.clip_low,
+            clip_high=loss_cfg.clip_high,
+            dual_clip=loss_cfg.dual_clip,
+            aggregate=loss_cfg.aggregate,
+            **counts,
+        )
 
         def combined(per_token: Tensor) -> Tensor:
             return grpo.aggregate_loss(per_token, micro.mask, aggregate=loss_cfg.aggregate, **counts)
@@ -314,14 +330,21 @@ class Learner:
         # The function of torch.optim.AdamW without its class: the first use of the class imports torch's compiler,
         # which takes half a second and 40 MiB.
         adamw(
-            [*self.parameters], gradients, max_exp_avg_sqs=[],
-            exp_avgs=list(self.moments["exp_avg"].values()), exp_avg_sqs=list(self.moments["exp_avg_sq"].values()),
+            [*self.parameters],
+            gradients,
+            max_exp_avg_sqs=[],
+            exp_avgs=list(self.moments["exp_avg"].values()),
+            exp_avg_sqs=list(self.moments["exp_avg_sq"].values()),
             state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
-            amsgrad=False, maximize=False,
+            amsgrad=False,
+            maximize=False,
             foreach=self.parallel.device.type != "cpu",  # few launches for all factors; torch asks for another type
-            lr=learning_rate(optim, step, self.cfg.train.steps), beta1=optim.betas[0], beta2=optim.betas[1],
-            eps=ADAM_EPS, weight_decay=optim.weight_decay,
-        )  # fmt: skip
+            lr=learning_rate(optim, step, self.cfg.train.steps),
+            beta1=optim.betas[0],
+            beta2=optim.betas[1],
+            eps=ADAM_EPS,
+            weight_decay=optim.weight_decay,
+        )
         torch.autograd.graph.increment_version(self.parameters)  # a backend's foreach kernel need not count its change
         self.optimizer_steps += 1
         self.policy.model.zero_grad()

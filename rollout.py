@@ -118,9 +118,15 @@ def sample_step(
     """
     settings = cfg.rollout
     draw = functools.partial(
-        sample, engine, score=score, settings=settings, parallel=parallel, seed=cfg.train.seed, step=step,
+        sample,
+        engine,
+        score=score,
+        settings=settings,
+        parallel=parallel,
+        seed=cfg.train.seed,
+        step=step,
         routed_experts=cfg.replay.mode == "r3",
-    )  # fmt: skip
+    )
     asked = questions.pick(step, settings.prompts_per_step)
     first, completions = draw(asked)
     batch, all_asked, num_tokens, rounds = first, [*asked], sum(first.lengths), 1

@@ -190,9 +190,20 @@ def git_state() -> tuple[dict[str, Any], bytes]:
     if not commit:
         return {"commit": None, "dirty": None}, b""
     patch = git(
-        "-c", "color.ui=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false",
-        "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".",
-    )  # fmt: skip
+        "-c",
+        "color.ui=false",
+        "-c",
+        "diff.noprefix=false",
+        "-c",
+        "diff.mnemonicPrefix=false",
+        "diff",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--binary",
+        "HEAD",
+        "--",
+        ".",
+    )
     untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
     # `git apply` skips the lines before the first "diff".
     whole = b"".join(b"# untracked: %s\n" % name for name in untracked) + patch

@@ -175,9 +175,14 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
     in which CANN puts its packages.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
-        f"--nproc_per_node={job.processes}", *job.arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=localhost",
+        f"--nproc_per_node={job.processes}",
+        *job.arguments,
+    ]
     # On a CPU, packages found in the folders of these two variables would replace the pinned ones.
     environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ON_CPU
     if job.cfg.device in ("npu", "cuda"):

@@ -68,20 +68,29 @@ class Side:
         if self.start is None:
             cfg = self.learner.cfg
             loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
-            self.answer({
-                "ready": True, "startup_cpu_s": sum(os.times()[:4]),
-                "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
-                "prompts": [question.prompt for question in loaded],
-            })  # fmt: skip
+            self.answer(
+                {
+                    "ready": True,
+                    "startup_cpu_s": sum(os.times()[:4]),
+                    "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
+                    "prompts": [question.prompt for question in loaded],
+                }
+            )
         else:
-            self.answer({
-                "cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1],
-                "phases": self.phases, "new_tokens": self.num_tokens,
-                "loss": self.metrics["actor/loss"], "kl": self.metrics.get("actor/kl_loss", 0.0),
-                "logp_gap": self.metrics["rollout/logp_gap_max"], "now_mib": now_mib(),
-                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                / (1024 if sys.platform == "linux" else 2**20),
-            })  # fmt: skip
+            self.answer(
+                {
+                    "cpu_s": time.process_time() - self.start[0],
+                    "wall_s": time.perf_counter() - self.start[1],
+                    "phases": self.phases,
+                    "new_tokens": self.num_tokens,
+                    "loss": self.metrics["actor/loss"],
+                    "kl": self.metrics.get("actor/kl_loss", 0.0),
+                    "logp_gap": self.metrics["rollout/logp_gap_max"],
+                    "now_mib": now_mib(),
+                    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                    / (1024 if sys.platform == "linux" else 2**20),
+                }
+            )
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
         if not line:
@@ -95,10 +104,15 @@ class Side:
         learner, rows = self.learner, len(theirs["tokens"])
         width = len(theirs["tokens"][0])
         batch = rollout.Rollout(
-            prompts=theirs["prompts"], tokens=torch.tensor(theirs["tokens"]), logp=torch.zeros(rows, width),
-            lengths=[width] * rows, truncated=torch.ones(rows, dtype=torch.bool),
-            rewards=torch.zeros(rows, 1), parsable=torch.ones(1), correct=torch.ones(1),
-        )  # fmt: skip
+            prompts=theirs["prompts"],
+            tokens=torch.tensor(theirs["tokens"]),
+            logp=torch.zeros(rows, width),
+            lengths=[width] * rows,
+            truncated=torch.ones(rows, dtype=torch.bool),
+            rewards=torch.zeros(rows, 1),
+            parsable=torch.ones(1),
+            correct=torch.ones(1),
+        )
         micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         with torch.no_grad():
@@ -111,9 +125,13 @@ class Side:
         def gap(ours: torch.Tensor, name: str) -> float:
             return (ours[micro.mask == 1].view(rows, width) - torch.tensor(theirs[name])).abs().max().item()
 
-        return {"logp_gap": gap(logp, "logp"), "reference_gap": gap(reference, "reference"), "loss": loss.item(),
-                "their_loss": theirs["loss"],
-                "largest_log_ratio_to_reference": (reference - logp)[micro.mask == 1].abs().max().item()}  # fmt: skip
+        return {
+            "logp_gap": gap(logp, "logp"),
+            "reference_gap": gap(reference, "reference"),
+            "loss": loss.item(),
+            "their_loss": theirs["loss"],
+            "largest_log_ratio_to_reference": (reference - logp)[micro.mask == 1].abs().max().item(),
+        }
 
 
 def now_mib() -> float:

@@ -86,8 +86,16 @@ class Turns(TrainerCallback):
         (length,) = {logs[f"completions/{x}_length"] for x in ("min", "mean", "max")}  # all have one length
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
         rows = len(settings["questions"]) * settings["group"]
-        answer({**seconds, "phases": phases, "new_tokens": int(length) * rows, "loss": logs["loss"], "kl": logs["kl"],
-                "peak_mib": peak})  # fmt: skip
+        answer(
+            {
+                **seconds,
+                "phases": phases,
+                "new_tokens": int(length) * rows,
+                "loss": logs["loss"],
+                "kl": logs["kl"],
+                "peak_mib": peak,
+            }
+        )
         self.wait()
 
 
@@ -101,9 +109,10 @@ def see_batch(inputs: dict) -> None:
     ids, masks = inputs["prompt_ids"], inputs["prompt_mask"]
     first.update(
         prompts=[row[row_mask.bool()].tolist() for row, row_mask in zip(ids, masks, strict=True)],
-        tokens=inputs["completion_ids"].tolist(), advantages=inputs["advantages"].tolist(),
+        tokens=inputs["completion_ids"].tolist(),
+        advantages=inputs["advantages"].tolist(),
         reference=inputs["ref_per_token_logps"].tolist(),
-    )  # fmt: skip
+    )
 
 
 def see_logps(result) -> None:
@@ -119,31 +128,59 @@ def take_turns() -> None:
     """Train with the adapter that our side has written, one step for each line on stdin."""
     length, modules = settings["new_tokens"], ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapter = LoraConfig(
-        r=settings["rank"], lora_alpha=2 * settings["rank"], lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        r=settings["rank"],
+        lora_alpha=2 * settings["rank"],
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
         target_modules=modules + ["gate_proj", "up_proj", "down_proj"] * settings["shared_expert"],
         target_parameters=EXPERTS if settings["experts"] else None,
-    )  # fmt: skip
+    )
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=settings["work"]), use_cpu=True, bf16=False, fp16=False, report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=settings["lr"], num_iterations=1,
-        per_device_train_batch_size=len(settings["questions"]) * settings["group"], gradient_accumulation_steps=1,
-        gradient_checkpointing=False, num_generations=settings["group"], max_completion_length=length, temperature=1.0,
-        max_grad_norm=1.0, dataloader_pin_memory=False, remove_unused_columns=False, seed=0, max_steps=10**6,
-        lr_scheduler_type="constant", beta=settings["beta"], loss_type="grpo",
+        output_dir=tempfile.mkdtemp(dir=settings["work"]),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        learning_rate=settings["lr"],
+        num_iterations=1,
+        per_device_train_batch_size=len(settings["questions"]) * settings["group"],
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        num_generations=settings["group"],
+        max_completion_length=length,
+        temperature=1.0,
+        max_grad_norm=1.0,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        seed=0,
+        max_steps=10**6,
+        lr_scheduler_type="constant",
+        beta=settings["beta"],
+        loss_type="grpo",
         generation_kwargs={"min_new_tokens": length, "max_new_tokens": length},
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, router_aux_loss_coef=0.0),
-        reward_funcs=[of_characters], args=config, processing_class=tokenizer, peft_config=adapter, callbacks=[Turns()],
+        reward_funcs=[of_characters],
+        args=config,
+        processing_class=tokenizer,
+        peft_config=adapter,
+        callbacks=[Turns()],
         train_dataset=Dataset.from_list([{"prompt": asked(question)} for question in settings["questions"]]),
-    )  # fmt: skip
+    )
     loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
     assert not loaded.unexpected_keys, loaded.unexpected_keys
     timed(trainer, "_generate_single_turn", "generate")
     timed(
-        trainer, "_get_per_token_logps_and_entropies", lambda: "forward" if torch.is_grad_enabled() else "reference",
+        trainer,
+        "_get_per_token_logps_and_entropies",
+        lambda: "forward" if torch.is_grad_enabled() else "reference",
         see_logps,
-    )  # fmt: skip
+    )
     timed(trainer, "compute_loss", "loss", see_loss)
     timed(trainer, "_prepare_inputs", "prepared", see_batch)
     timed(trainer.accelerator, "backward", "backward")

@@ -330,9 +330,10 @@ def main(arguments: list[str]) -> int:
         kind = grid.device_of(cfg)
         ranks = grid.default_ranks(cfg, kind, 16) if args.ranks is None else args.ranks
         for name, value, least, most in (
-            ("--ranks", ranks, 1, MOST_RANKS), ("--rank", args.rank, 0, ranks - 1),
+            ("--ranks", ranks, 1, MOST_RANKS),
+            ("--rank", args.rank, 0, ranks - 1),
             ("--layers", args.layers or arch.num_layers, 1, arch.num_layers),
-        ):  # fmt: skip
+        ):
             if not least <= value <= most:
                 raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
         if kind == "cuda" and cfg.model.dtype == "fp32":

@@ -50,14 +50,16 @@ def summary(results: list[Result]) -> list[dict]:
         of_group = [result for result in results if (result.group, result.collective) == (group, collective)]
         wrong = [result for result in of_group if result.wrong]
         places = ", ".join(map(str, sorted({tuple(result.ranks): result.ranks for result in wrong}.values())))
-        rows.append({
-            "group": group,
-            "groups": len({tuple(result.ranks) for result in of_group}),
-            "ranks": len(of_group[0].ranks),
-            "collective": collective,
-            "milliseconds": max(result.milliseconds for result in of_group),
-            "answer": f"WRONG in ranks {places}: {wrong[0].wrong}" if wrong else "right",
-        })  # fmt: skip
+        rows.append(
+            {
+                "group": group,
+                "groups": len({tuple(result.ranks) for result in of_group}),
+                "ranks": len(of_group[0].ranks),
+                "collective": collective,
+                "milliseconds": max(result.milliseconds for result in of_group),
+                "answer": f"WRONG in ranks {places}: {wrong[0].wrong}" if wrong else "right",
+            }
+        )
     return rows
 
 
@@ -129,10 +131,16 @@ def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
         send()  # the first one connects
         milliseconds = devices.median_milliseconds(send, torch.device("cpu"), REPEATS)
         wrong = difference(found, sent)
-        rows.append({
-            "group": way, "groups": 1, "ranks": 2, "collective": "broadcast",
-            "milliseconds": milliseconds, "answer": f"WRONG: {wrong}" if wrong else "right",
-        })  # fmt: skip
+        rows.append(
+            {
+                "group": way,
+                "groups": 1,
+                "ranks": 2,
+                "collective": "broadcast",
+                "milliseconds": milliseconds,
+                "answer": f"WRONG: {wrong}" if wrong else "right",
+            }
+        )
     bridge.heartbeat.stop()
     return rows
 

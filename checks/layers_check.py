@@ -106,11 +106,14 @@ def sample(
     """Completions of at most ``tokens`` tokens, ``group`` of each prompt by every replica. The same on every rank."""
     replicas = parallel.world_size // cfg.rollout.tensor
     return rollout.sample(
-        engine, [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
+        engine,
+        [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
         lambda answers: [Score(0.0, True, False)] * len(answers),
         cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens}),
-        parallel, seed=cfg.train.seed, step=0,
-    )[0]  # fmt: skip
+        parallel,
+        seed=cfg.train.seed,
+        step=0,
+    )[0]
 
 
 @torch.no_grad()
@@ -161,10 +164,15 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
             chosen = (routes[:, index] == expert).any(-1)
             own, others = gaps[chosen], gaps[~chosen]
             if min(len(own), len(others)) >= LEAST_TOKENS:
-                judged_experts.append({
-                    "layer": layer, "expert": expert, "tokens": len(own),
-                    "gap": own.median().item(), "others": others.median().item(),
-                })  # fmt: skip
+                judged_experts.append(
+                    {
+                        "layer": layer,
+                        "expert": expert,
+                        "tokens": len(own),
+                        "gap": own.median().item(),
+                        "others": others.median().item(),
+                    }
+                )
     return sorted(judged_experts, key=lambda row: -row["gap"] / max(row["others"], 1e-12))
 
 
@@ -226,8 +234,10 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
 def judged(figures: dict, experts: list[dict]) -> str:
     """The figures that are beyond their bounds; "" if none is."""
     bound = figures["bound"]
-    odd = {part: ", ".join(str(place) for place, gap in enumerate(figures[f"gap_by_{part}"]) if not gap <= bound)
-           for part in ("replica", "rank")}  # fmt: skip
+    odd = {
+        part: ", ".join(str(place) for place, gap in enumerate(figures[f"gap_by_{part}"]) if not gap <= bound)
+        for part in ("replica", "rank")
+    }
     apart = [row for row in experts if not row["gap"] <= max(FACTOR * row["others"], GAP_FLOOR * bound)]
     listed = ", ".join(
         f"{row['expert']} of layer {row['layer']} ({row['gap']:.2g} nats, other tokens {row['others']:.2g})"

@@ -20,9 +20,21 @@ from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = [
-    "-m", "device", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "default", "--disable-warnings",
-    "--quiet", "--no-header", "--tb=no", "-rfE", "--capture=sys",
-]  # fmt: skip
+    "-m",
+    "device",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "default",
+    "--disable-warnings",
+    "--quiet",
+    "--no-header",
+    "--tb=no",
+    "-rfE",
+    "--capture=sys",
+]
 
 
 @command
@@ -30,9 +42,12 @@ def main(arguments: list[str]) -> int:
     """Does not return, because pytest takes the place of this process: a launcher can then end it."""
     default = str(ROOT / "configs" / "tiny_cpu.yaml")
     parser = command_line(
-        "preflight.py --self-test", __doc__, nargs="?", default=default,
+        "preflight.py --self-test",
+        __doc__,
+        nargs="?",
+        default=default,
         help="default: configs/tiny_cpu.yaml, device auto",
-    )  # fmt: skip
+    )
     parser.add_argument("--ranks", type=int, help="on a CPU: compare so many ranks; default: 1 and 2")
     args = parser.parse_intermixed_args(arguments)
     overrides = args.overrides or (["device=auto"] if args.config == default else [])

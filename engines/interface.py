@@ -116,9 +116,7 @@ class Engine(Protocol):
         the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
         """
         params = SamplingParams(max_new_tokens, temperature)
-        check_call(
-            self.arch, prompts, seeds, num_samples, params, return_routed_experts, self.ready, self.positions
-        )  # fmt: skip
+        check_call(self.arch, prompts, seeds, num_samples, params, return_routed_experts, self.ready, self.positions)
         kinds = [(1, params._replace(temperature=0.0))] * greedy_first + [(num_samples, params)]
         return self._sample_kinds(prompts, seeds, kinds, return_routed_experts)
 

@@ -267,11 +267,17 @@ class VllmEngine(Engine):
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
         requests = [
             vllm.SamplingParams(
-                temperature=temperature, seed=row, max_tokens=params.max_new_tokens,
-                logprobs=0, stop_token_ids=self.stop_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
+                temperature=temperature,
+                seed=row,
+                max_tokens=params.max_new_tokens,
+                logprobs=0,
+                stop_token_ids=self.stop_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                flat_logprobs=True,
             )
             for row in range(len(samples))
-        ]  # fmt: skip
+        ]
         with vllm_inside.surroundings_kept(self.device):
             asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
             adapter = self.adapter and self.adapter.request()

@@ -379,9 +379,16 @@ def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidd
     if not b or not 1 <= queries <= 2**20 or not 1 <= key.shape[2] <= 2**20:
         raise _refused(kernel, "a row or more, of 1 to 2^20 tokens", query, key)
     return _npu().npu_fusion_attention(
-        query.contiguous(), key.contiguous(), value.contiguous(), heads, "BNSD", scale=scale, atten_mask=hidden,
-        sparse_mode=sparse_mode, keep_prob=1.0,
-    )[0]  # fmt: skip
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        heads,
+        "BNSD",
+        scale=scale,
+        atten_mask=hidden,
+        sparse_mode=sparse_mode,
+        keep_prob=1.0,
+    )[0]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

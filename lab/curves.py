@@ -11,10 +11,19 @@ from typing import Any
 from run_record import read_lines
 
 METRICS = (
-    "reward/mean", "actor/kl_loss", "actor/entropy", "rollout/logp_gap_mean", "response_length/mean", "actor/grad_norm",
-    "reward/unparsable_frac", "reward/equal_groups", "aqn/sigma", "timing/step_s", "perf/tokens_per_s",
+    "reward/mean",
+    "actor/kl_loss",
+    "actor/entropy",
+    "rollout/logp_gap_mean",
+    "response_length/mean",
+    "actor/grad_norm",
+    "reward/unparsable_frac",
+    "reward/equal_groups",
+    "aqn/sigma",
+    "timing/step_s",
+    "perf/tokens_per_s",
     "perf/peak_rss_gib",
-)  # fmt: skip
+)
 LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
 COLUMNS = 3
 COLOR = "#0072b2"

@@ -332,9 +332,13 @@ def write_table(target: Path, runs: list[Run]) -> None:
         raise InputError(f"{target}: {str(error).splitlines()[0]}; needed: columns of one type") from None
     fractions = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
     parquet.write_table(
-        table, sink, compression="zstd", compression_level=19,
-        use_byte_stream_split=fractions, use_dictionary=[name for name in names if name not in fractions],
-    )  # fmt: skip
+        table,
+        sink,
+        compression="zstd",
+        compression_level=19,
+        use_byte_stream_split=fractions,
+        use_dictionary=[name for name in names if name not in fractions],
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, sink.getvalue().to_pybytes())
 

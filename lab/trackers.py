@@ -65,10 +65,23 @@ def open_wandb(run_dir: Path, steps_done: int) -> Any:
     import wandb
 
     settings = wandb.Settings(
-        root_dir=str(run_dir), console="off", silent=True, symlink=False, host="", username="", email="", program="",
-        disable_git=True, disable_code=True, save_code=False, x_disable_meta=True, x_disable_stats=True,
-        x_disable_machine_info=True, x_save_requirements=False, finish_timeout=60.0,
-    )  # fmt: skip
+        root_dir=str(run_dir),
+        console="off",
+        silent=True,
+        symlink=False,
+        host="",
+        username="",
+        email="",
+        program="",
+        disable_git=True,
+        disable_code=True,
+        save_code=False,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+        finish_timeout=60.0,
+    )
     return wandb.init(**_run_options(run_dir, "WANDB"), settings=settings)
 
 

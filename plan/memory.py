@@ -225,10 +225,18 @@ def step_memory(
     element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
     tokens = line_tokens(cfg, layout)
     work = activations(
-        arch, cfg.lora, layout, element=element, recompute=cfg.model.recompute, tokens=tokens, scored=tokens,
-        imbalance=imbalance, device=device, entropy_bonus=cfg.loss.entropy_coef > 0,
+        arch,
+        cfg.lora,
+        layout,
+        element=element,
+        recompute=cfg.model.recompute,
+        tokens=tokens,
+        scored=tokens,
+        imbalance=imbalance,
+        device=device,
+        entropy_bonus=cfg.loss.entropy_coef > 0,
         mask=_mask(cfg, arch, tokens, device),
-    )  # fmt: skip
+    )
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
     wanted_rows = rows_of_a_step(cfg, layout.ranks)
     cached_rows = min(wanted_rows, max_sequences(cfg, arch, layout.ranks))

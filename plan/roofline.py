@@ -282,9 +282,15 @@ def step_times(
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
     trained = Rows(sequences, prompt, completion, rollout.group_size)
     step = functools.partial(
-        decode_step, arch, hardware, ranks=layout.ranks, tensor=layout.engine_tensor, expert=layout.engine_expert,
-        element=element, away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
-    )  # fmt: skip
+        decode_step,
+        arch,
+        hardware,
+        ranks=layout.ranks,
+        tensor=layout.engine_tensor,
+        expert=layout.engine_expert,
+        element=element,
+        away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
+    )
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
     parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
     for of_groups in rounds if layout.role != "trainers" else []:

@@ -94,9 +94,15 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     capacity = int(hardware.memory_gib * GIB) if hardware.memory_gib else a_share
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
     times = roofline.step_times(
-        cfg, arch, layout, hardware, memory,
-        setting.prompt_tokens, setting.completion_tokens, cfg.rollout.max_new_tokens,
-    )  # fmt: skip
+        cfg,
+        arch,
+        layout,
+        hardware,
+        memory,
+        setting.prompt_tokens,
+        setting.completion_tokens,
+        cfg.rollout.max_new_tokens,
+    )
     if memory.peak > capacity:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])
@@ -232,10 +238,18 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
     """Other numbers of ranks, nearest first: halves, doubles, powers of two, whole nodes."""
     node = setting.ranks_per_node
     counts = {
-        ranks // 4, ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks,
-        1 << (ranks.bit_length() - 1), 1 << ranks.bit_length(),
-        node, 2 * node, ranks // node * node, -(-ranks // node) * node,
-    }  # fmt: skip
+        ranks // 4,
+        ranks // 2,
+        2 * ranks,
+        4 * ranks,
+        8 * ranks,
+        1 << (ranks.bit_length() - 1),
+        1 << ranks.bit_length(),
+        node,
+        2 * node,
+        ranks // node * node,
+        -(-ranks // node) * node,
+    }
     equal = (n for n in counts - {ranks} if n > 0 and _equal_nodes(n, setting))
     return sorted(equal, key=lambda n: (abs(math.log2(n / ranks)), -n))
 
@@ -290,11 +304,20 @@ def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
 
 
 KEYS = (  # that a search can change, in the order in which overrides are listed
-    "parallel.tensor", "parallel.expert", "rollout.tensor", "rollout.expert_parallel",
-    "rollout.ranks", "rollout.staleness", "loss.importance",
-    "rollout.kv_cache_mib", "rollout.enforce_eager", "rollout.prompts_per_step",
-    "optim.prompts_per_update", "optim.tokens_per_micro_batch", "model.recompute",
-)  # fmt: skip
+    "parallel.tensor",
+    "parallel.expert",
+    "rollout.tensor",
+    "rollout.expert_parallel",
+    "rollout.ranks",
+    "rollout.staleness",
+    "loss.importance",
+    "rollout.kv_cache_mib",
+    "rollout.enforce_eager",
+    "rollout.prompts_per_step",
+    "optim.prompts_per_update",
+    "optim.tokens_per_micro_batch",
+    "model.recompute",
+)
 
 
 def overrides(verdict: Verdict, asked: Config) -> list[str]:

@@ -203,7 +203,7 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
         (["lora.targets=[linear_qkv, router]"], "lora.targets: router cannot go with rollout.sync adapter; needed"),
         (["lora.rank=513", "lora.expert_rank=0"], "lora.rank: 513 is more than vLLM accepts .*needed: at most 512"),
     ],
-)  # fmt: skip
+)
 def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], message: str) -> None:
     found = refusal(ROOT / "configs" / "tiny_cpu.yaml", "rollout.engine=vllm", "rollout.sync=adapter", *overrides)
     assert re.search(message, found), found

@@ -27,11 +27,22 @@ EVERY_NORM = ("attention", "experts", "mlp")
 def architecture(kind: str, **changes: object) -> Architecture:
     """Three layers, the second dense. Qwen3: q and k norms; Qwen2: a shared expert."""
     sizes = dict(
-        model_type=kind, vocab_size=32, hidden_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=2,
-        shared_expert_intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=True, rms_norm_eps=1e-6,
+        model_type=kind,
+        vocab_size=32,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        moe_intermediate_size=40,
+        num_experts=8,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        rms_norm_eps=1e-6,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     return hf_config.parse(sizes | changes)
 
 

@@ -222,8 +222,9 @@ def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do
     step = {"resumed": 2}.get(kind, 0)
     prompt, answer = re.search(
         rf"the first prompt of step {step + 1}, as the model sees it .*?:\n(.*)\na right answer, .*:\n(.*)\na start ",
-        said, re.S,
-    ).groups()  # fmt: skip
+        said,
+        re.S,
+    ).groups()
     assert re.fullmatch(r"    <\|im_start\|>user\n    \S.*<\|im_end\|>\n    <\|im_start\|>assistant\n", prompt, re.S)
     result = re.fullmatch(r"    #### (\d+)", answer.splitlines()[-1])[1]
     assert set(re.findall(r"\d+", answer)) <= {*re.findall(r"\d+", prompt), result}

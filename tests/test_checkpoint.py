@@ -220,8 +220,9 @@ def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_sc
     assert "train.steps: 200 -> 202 (optim.decay depends on it)" in steps(202, optim=decaying)[0]
     assert "train.steps: 200 -> 202 (aqn.schedule depends on it)" in steps(202, aqn=AqnConfig(schedule="qerl"))[0]
     assert steps(200, eval=EvalConfig(every=7), model=ModelConfig(path="moved")) == (
-        [], ["model.path: 'none' -> 'moved'", "eval.every: 0 -> 7"],
-    )  # fmt: skip
+        [],
+        ["model.path: 'none' -> 'moved'", "eval.every: 0 -> 7"],
+    )
     packed = {"optim": cfg.optim.model_copy(update={"tokens_per_micro_batch": 999})}
     assert changes_at_resume(to_dict(cfg), cfg.model_copy(update=packed)) == ([], [])
     older = to_dict(cfg)

@@ -39,11 +39,25 @@ from inputs.files import InputError
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 RANKS, TENSOR, DATA = 16, 4, 4
 # Qwen3-30B-A3B's heads and experts, everything else small; a dense layer in the middle.
-QWEN3 = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=32, num_experts=128, num_experts_per_tok=8,
-             moe_intermediate_size=16, vocab_size=1024)  # fmt: skip
+QWEN3 = dict(
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=32,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=16,
+    vocab_size=1024,
+)
 # Biases, two key/value groups a rank, a shared expert, one table for both ends.
-QWEN2 = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_experts=32, vocab_size=256,
-             mlp_only_layers=[], tie_word_embeddings=True)  # fmt: skip
+QWEN2 = dict(
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_experts=32,
+    vocab_size=256,
+    mlp_only_layers=[],
+    tie_word_embeddings=True,
+)
 MODELS = {"qwen3_moe": (QWEN3, asked([1, 6, 15, *map(nightly, range(2, 5))])), "qwen2_moe": (QWEN2, (0, 6, 15))}
 
 
@@ -107,14 +121,19 @@ def vllm(rank: int, path: Path, patch: pytest.MonkeyPatch) -> tuple[dict, dict[s
     try:
         config = VllmConfig(
             model_config=ModelConfig(
-                str(path), dtype="float32", skip_tokenizer_init=True, max_model_len=64,
+                str(path),
+                dtype="float32",
+                skip_tokenizer_init=True,
+                max_model_len=64,
                 hf_overrides={"tie_word_embeddings": False},
             ),
             parallel_config=ParallelConfig(
-                tensor_parallel_size=TENSOR, data_parallel_size=DATA, enable_expert_parallel=True,
+                tensor_parallel_size=TENSOR,
+                data_parallel_size=DATA,
+                enable_expert_parallel=True,
                 distributed_executor_backend="external_launcher",
             ),
-        )  # fmt: skip
+        )
         assert config.parallel_config.data_parallel_rank == rank // TENSOR
         with set_current_vllm_config(config):
             parallel_state.initialize_model_parallel(TENSOR, backend="gloo")

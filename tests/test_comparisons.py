@@ -81,13 +81,18 @@ def runs(**outcomes: list[float]) -> pandas.DataFrame:
     """Steps of one run a seed: sampled accuracy 0.2 at the start, then twice the outcome."""
     return pandas.DataFrame(
         {
-            "variant": name, "seed": seed, "step": step, "id": f"{name}-seed{seed}", "eval/num_questions": 100,
-            "eval/sampled_accuracy": 0.2 if step == 0 else outcome + (step - 15) / 1000, "reward/mean": outcome / 2,
+            "variant": name,
+            "seed": seed,
+            "step": step,
+            "id": f"{name}-seed{seed}",
+            "eval/num_questions": 100,
+            "eval/sampled_accuracy": 0.2 if step == 0 else outcome + (step - 15) / 1000,
+            "reward/mean": outcome / 2,
         }
         for name, values in outcomes.items()
         for seed, outcome in enumerate(values)
         for step in (0, 10, 20)
-    )  # fmt: skip
+    )
 
 
 def test_outcomes_by_hand() -> None:

@@ -257,8 +257,11 @@ def test_command_line_exit_codes(tmp_path, monkeypatch, capsys) -> None:
 def test_the_doctor_runs_on_this_very_machine() -> None:
     done = subprocess.run(
         [sys.executable, "preflight.py", "--doctor", "configs/tiny_cpu.yaml", "device=cpu", "--ranks", "2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("cpu: 4 ok"), done.stdout + done.stderr
 
 

@@ -132,9 +132,11 @@ def runner_1(rows: list[int]) -> SimpleNamespace:
 
     requests = Reads({str(row): SimpleNamespace(sampling_params=SimpleNamespace(seed=row)) for row in rows})
     batch = SimpleNamespace(
-        req_ids=list(requests), sampling_metadata=object(), num_prompt_tokens=np.full(256, 7, np.int32),
+        req_ids=list(requests),
+        sampling_metadata=object(),
+        num_prompt_tokens=np.full(256, 7, np.int32),
         num_tokens_no_spec=np.full(256, 7, np.int32),
-    )  # fmt: skip
+    )
     sampler = Sampler(logprobs_mode="processed_logprobs")
     return SimpleNamespace(sampler=sampler, requests=requests, input_batch=batch, device=torch.device("cpu"))
 

@@ -67,9 +67,13 @@ PHASES = {"load", "push", "forward", "backward", "update", "save"}
 def case(name: str, ranks: int, tensor: int, expert: int, *changes: str, **more) -> dict:
     shared = name == "qwen3" and expert == ranks
     overrides = [
-        f"parallel.tensor={tensor}", f"parallel.expert={expert}",
-        f"rollout.tensor={tensor}", f"rollout.expert_parallel={str(shared).lower()}", "aqn.schedule=off", *changes,
-    ]  # fmt: skip
+        f"parallel.tensor={tensor}",
+        f"parallel.expert={expert}",
+        f"rollout.tensor={tensor}",
+        f"rollout.expert_parallel={str(shared).lower()}",
+        "aqn.schedule=off",
+        *changes,
+    ]
     return {"config": f"configs/{name}.yaml", "overrides": overrides, "ranks": ranks, "rank": 0, "layers": 2} | more
 
 
@@ -85,9 +89,14 @@ def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | N
     environment = torch_npu or os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, str(ROOT / "tests" / "support" / "dry_runs.py"), "torch_npu" if torch_npu else kind]
     done = subprocess.run(
-        command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT,
-        input="\n".join(map(json.dumps, asked)), capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        command,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        input="\n".join(map(json.dumps, asked)),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -240,9 +249,14 @@ def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
 @pytest.mark.parametrize("recompute", [True, ci(False)])
 def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
     cfg = training.config(
-        tmp_path, tmp_path, model__recompute=recompute, data__max_prompt_tokens=4, rollout__max_new_tokens=60,
-        rollout__group_size=4, optim__tokens_per_micro_batch=512,
-    )  # fmt: skip
+        tmp_path,
+        tmp_path,
+        model__recompute=recompute,
+        data__max_prompt_tokens=4,
+        rollout__max_new_tokens=60,
+        rollout__group_size=4,
+        optim__tokens_per_micro_batch=512,
+    )
     ((meter, allocator),) = world.in_layouts(["TP1"], metered, cfg)["TP1"]
     assert meter == pytest.approx(allocator, rel=0.02)
 

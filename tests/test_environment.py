@@ -65,11 +65,16 @@ def called(*arguments: str | Path, **variables: str) -> subprocess.CompletedProc
 
 
 COMMANDS = {  # with a file or folder that is not there
-    "train_grpo.py": ["absent"], "preflight.py": ["absent"], "evaluate.py": ["absent"], "config.py": ["absent"],
-    "export.py": ["absent", "--merged", "absent-too"], "report.py": ["add", "absent"], "smol_model.py": ["README.md"],
+    "train_grpo.py": ["absent"],
+    "preflight.py": ["absent"],
+    "evaluate.py": ["absent"],
+    "config.py": ["absent"],
+    "export.py": ["absent", "--merged", "absent-too"],
+    "report.py": ["add", "absent"],
+    "smol_model.py": ["README.md"],
     "sweep.py": ["absent", "--list"],
     "launch/first_code.py": ["--standalone", "--local-addr=localhost", "--nproc_per_node=1", "train_grpo.py", "absent"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

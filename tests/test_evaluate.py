@@ -186,8 +186,9 @@ def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -
     capfd.readouterr()
     answers = set()
     for question in ("Tom has 3 pens and finds 4 more. How many pens does Tom have now?", "Is 7 > 5?"):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False,
-                                             add_generation_prompt=True)  # fmt: skip
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         out = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=training.STOP_TOKENS)[
             0, len(ids[0]) :

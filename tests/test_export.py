@@ -170,8 +170,9 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert streams.out.startswith(f"wrote {out}: PEFT adapter after step 3 (")
     # The second note is for quantised bases.
     assert [note in streams.err for note in ("PEFT will warn", "belongs to a base with")] == [
-        name == "qwen2_no_attention_expert_rank", False,
-    ]  # fmt: skip
+        name == "qwen2_no_attention_expert_rank",
+        False,
+    ]
     copied = {"tokenizer.json", "generation_config.json"}
     assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"} | copied
     assert all((out / name).read_bytes() == (run.base / name).read_bytes() for name in copied)

@@ -64,22 +64,26 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
     "a router is pushed in another order": Row(["checks.logp_gap", "step 1", "layer 0 is the first"]),
     "adapters are never pushed": Row(["checks.adapters", "step 2", "the merge of the adapters"], layout="TP2_EP2"),
     "NaN in one expert": Row(
-        ["model.layers.1.mlp.experts.down_proj has NaN or infinity"], {"train__checkpoint_every": 1},
+        ["model.layers.1.mlp.experts.down_proj has NaN or infinity"],
+        {"train__checkpoint_every": 1},
         plant=planted.nan_in_one_expert,
     ),
     "the engine ignores pushed norms": Row(["checks.noise", "step 1", "takes pushed norms"], NOISE),
     "noise that bf16 rounds away": Row(
         ["checks.noise", "step 1", "rounding left none of this noise"],
-        NOISE | {"model__dtype": "bf16", "aqn__sigma_start": 1e-6, "aqn__sigma_end": 1e-7}, plant=nothing,
+        NOISE | {"model__dtype": "bf16", "aqn__sigma_start": 1e-6, "aqn__sigma_end": 1e-7},
+        plant=nothing,
     ),
     "noise is watched at temperature 1": Row(
-        ["checks.noise", "step 1", "takes pushed norms"], NOISE | SURE,
+        ["checks.noise", "step 1", "takes pushed norms"],
+        NOISE | SURE,
         plant=both(planted.sure_policy, FAULTS["noise is watched at temperature 1"]),
     ),
     "noise is twice as strong": Row(["AQN: realised std 0.0196, needed 0.01"], NOISE, kind=AqnError),
     "noise stays in the trainer": Row(
         ["model.layers.1.input_layernorm.weight is not the clean weight any more"],
-        NOISE | {"train__checkpoint_every": 1}, kind=AqnError,
+        NOISE | {"train__checkpoint_every": 1},
+        kind=AqnError,
     ),
     "norms of another class are pushed for the noise": Row(
         ["none of the targets was in the push"], NOISE | {"aqn__targets": ("attention",)}, kind=AqnError
@@ -87,27 +91,29 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
     "adapters do not start at 0": Row(["checks.reference_kl", "new adapters start at 0"]),
     "a policy that an update has made uniform": Row(
         ["checks.impossible: step 3: the gradient is exactly 0, although the KL to the reference is "],
-        {"optim__lr": 1e3}, plant=nothing,
+        {"optim__lr": 1e3},
+        plant=nothing,
     ),
     "a loss metric is not finite": Row(["step 1: actor/ppo_kl", " not finite\n"]),
     "the advantages are not finite": Row(["step 1: the gradient norm is nan; nothing"]),
     "gradient spike": Row(
         ["checks.gradient_spike", "step 12", "x the usual", "optim.lr"],
-        {"train__steps": 13} | stopping("gradient_spike"), plant=planted_trainer.twelfth_gradient_is_large,
+        {"train__steps": 13} | stopping("gradient_spike"),
+        plant=planted_trainer.twelfth_gradient_is_large,
     ),
     "one token has all the probability": Row(
         ["checks.entropy", "step 1", "loss.entropy_coef"], stopping("entropy") | {"checks__off": ("logp_gap",)}
     ),
     "reward constant": Row(
         ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
-        lenient=False, plant=planted.two_steps_count,
+        lenient=False,
+        plant=planted.two_steps_count,
     ),
-    "no answers": Row(
-        ["checks.unparsable", "step 1: 100.0%", "chat template"], stopping("unparsable"), plant=nothing
-    ),
+    "no answers": Row(["checks.unparsable", "step 1: 100.0%", "chat template"], stopping("unparsable"), plant=nothing),
     "answers cut off": Row(
         ["checks.truncated", "step 1: ", "% of the completions are cut off at 2 tokens", "enable_thinking"],
-        LARGE | stopping("truncated") | {"rollout__max_new_tokens": 2}, plant=nothing,
+        LARGE | stopping("truncated") | {"rollout__max_new_tokens": 2},
+        plant=nothing,
     ),
     "the reference has its adapters on": Row(
         ["checks.impossible: step 4: the KL to the reference is exactly 0 in 3 steps after updates"], LARGE
@@ -118,9 +124,7 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         ["checks.sampling: step 1: not one completion ended by itself within 20 tokens"],
         LARGE | {"rollout__max_new_tokens": 20},
     ),
-    "every step asks the same questions": Row(
-        ["checks.sampling: step 3: the same 4 of 40 questions for the 3rd time"]
-    ),
+    "every step asks the same questions": Row(["checks.sampling: step 3: the same 4 of 40 questions for the 3rd time"]),
     "the held-out file is trained on": Row(
         ["data: 9 held-out questions of data.test_path are training questions"], kind=InputError
     ),
@@ -134,16 +138,14 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
     "a factor drifts on rank 1": of_state(
         "TP2", "1 steps: model.layers.0.self_attn.qkv_proj.A of ranks 0, 1: not the same"
     ),
-    "a router has another order on rank 1": of_state(
-        "DP2", "0 steps: model.layers.1.mlp.gate.weight of ranks 0, 1"
-    ),
+    "a router has another order on rank 1": of_state("DP2", "0 steps: model.layers.1.mlp.gate.weight of ranks 0, 1"),
     "B is 0 in the checkpoint": of_checkpoint("adapter model.layers.0."),
     "experts have another order in the checkpoint": of_checkpoint(".experts.", "TP2_EP2"),
     "moments are exchanged in the checkpoint": of_checkpoint("optimizer model.layers.0."),
     "a tensor too many in the checkpoint": of_checkpoint("adapter more"),
     "another count in the checkpoint": of_checkpoint("optimizer_steps 7; needed: at most train.steps 3"),
     "a wrong number in a file of the checkpoint": of_checkpoint("adapter model.layers.0."),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -170,12 +172,16 @@ def test_every_named_fault_can_be_planted_in_a_session_and_an_unknown_name_is_re
 
 ON_RANK_1 = {  # fault of one rank's engine: (function that plants it, changes to the run, parts of the message)
     "other norms": (
-        FAULTS["the engine has larger norms on rank 1"], {}, ["checks.logp_gap", "step 1", "on rank 1 alone"]
+        FAULTS["the engine has larger norms on rank 1"],
+        {},
+        ["checks.logp_gap", "step 1", "on rank 1 alone"],
     ),
     "no norms taken": (
-        FAULTS["the engine ignores pushed norms on rank 1"], NOISE, ["checks.noise", "step 1", "takes pushed norms"]
+        FAULTS["the engine ignores pushed norms on rank 1"],
+        NOISE,
+        ["checks.noise", "step 1", "takes pushed norms"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +227,9 @@ def real_shape(model: Path, out_dir: Path, changes: dict) -> Config:
 # A check -> (fault, changes to the run, layout, how its message goes on).
 REAL = {
     "reward_constant": (
-        both(planted.two_steps_count, FAULTS["every reward is 0"]), {"reward__check_gold": False}, "TP2",
+        both(planted.two_steps_count, FAULTS["every reward is 0"]),
+        {"reward__check_gold": False},
+        "TP2",
         "every reward of 2 steps is 0",
     ),
     "unparsable": (nothing, {}, "EP2", "step 1: 100.0%"),
@@ -233,17 +241,23 @@ REAL = {
     "collapse": (both(planted.two_steps_are_usual, planted_trainer.rewards_fall), {}, "TP2", "step 4: mean reward 0"),
     "logp_gap": (FAULTS["a router is pushed in another order"], {}, "EP2", "step 1: sampler and trainer differ"),
     "reference_kl": (
-        FAULTS["adapters do not start at 0"], {}, "TP2", "step 1: before the first update, reference and policy"
+        FAULTS["adapters do not start at 0"],
+        {},
+        "TP2",
+        "step 1: before the first update, reference and policy",
     ),
     "adapters": (FAULTS["adapters are never pushed"], {}, "EP2", "step 2: "),
     # The file itself has no noise.
     "noise": (FAULTS["the engine ignores pushed norms"], NOISE, "TP2", "step 1: sigma is 0.01"),
     "gradient_spike": (
-        both(planted.two_steps_are_usual, planted_trainer.twelfth_gradient_is_large), {}, "EP2", "step 3: gradient no"
+        both(planted.two_steps_are_usual, planted_trainer.twelfth_gradient_is_large),
+        {},
+        "EP2",
+        "step 3: gradient no",
     ),
     # In step 1 some of the largest logits are equal in bf16.
     "entropy": (FAULTS["one token has all the probability"], {"checks__off": ("logp_gap",)}, "TP2", "step 2: entropy "),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -216,9 +216,17 @@ def test_unusable_input_is_one_line_and_exit_code_2(arguments, variables, words,
 # ------------------------------------------------------------------------------------------------ the real stages
 
 SIZES = {
-    "architecture": "qwen3_moe", "vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2, "head_dim": 8, "num_experts": 8, "expert_width": 32, "warm_start_steps": 0,
-}  # fmt: skip
+    "architecture": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "expert_width": 32,
+    "warm_start_steps": 0,
+}
 
 
 @pytest.mark.slow

@@ -184,12 +184,24 @@ def test_the_first_start_of_a_tiny_model_starts_one_set_of_workers_and_ends_it(t
         "def f(completion, gold, row):\n    return 1.0 if f'#### {gold}' in completion else 0.0\n"
     )
     code = breaking.exit_code(
-        ["configs/tiny_cpu.yaml", f"model.path={tmp_path}/model", "tiny_model.warm_start_steps=0", "parallel.expert=1",
-         f"reward.function={tmp_path}/mine.py:f", f"train.out_dir={tmp_path}/out", "train.steps=1",
-         "train.checkpoint_every=0", "rollout.prompts_per_step=2",
-         "optim.prompts_per_update=2", "rollout.group_size=2", "eval.num_questions=2",
-         "eval.samples=0", "data.num_train=64", "data.num_test=8"]
-    )  # fmt: skip
+        [
+            "configs/tiny_cpu.yaml",
+            f"model.path={tmp_path}/model",
+            "tiny_model.warm_start_steps=0",
+            "parallel.expert=1",
+            f"reward.function={tmp_path}/mine.py:f",
+            f"train.out_dir={tmp_path}/out",
+            "train.steps=1",
+            "train.checkpoint_every=0",
+            "rollout.prompts_per_step=2",
+            "optim.prompts_per_update=2",
+            "rollout.group_size=2",
+            "eval.num_questions=2",
+            "eval.samples=0",
+            "data.num_train=64",
+            "data.num_test=8",
+        ]
+    )
     pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
     assert code == 0 and len(pids) == min(8, usable_cores()), capfd.readouterr().err
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -216,12 +228,36 @@ MATH = {  # gold answers in the form of MATH's, which are LaTeX -> (right, wrong
     "\\frac{\\sqrt{2}}{10}": (["\\sqrt{0.02}"], ["\\sqrt{0.03}"]),
     # Words around one number.
     "18": (
-        ["The answer is 18", "\\text{The answer is }18.", "Answer: 18", "18 apples", "\\text{18 dollars}", "x is 18",
-         "18 eggs in total", "The total is \\$18", "18 eggs a day"],
-        ["The answer is -18", "The answer is not 18", "at least 18", "18 or 19", "18 and a half", "18 million", "18x",
-         "18 x", "18 xy", "18!", "18 squared", "sqrt 18", "\\sqrt{18}", "18/19", ""],
+        [
+            "The answer is 18",
+            "\\text{The answer is }18.",
+            "Answer: 18",
+            "18 apples",
+            "\\text{18 dollars}",
+            "x is 18",
+            "18 eggs in total",
+            "The total is \\$18",
+            "18 eggs a day",
+        ],
+        [
+            "The answer is -18",
+            "The answer is not 18",
+            "at least 18",
+            "18 or 19",
+            "18 and a half",
+            "18 million",
+            "18x",
+            "18 x",
+            "18 xy",
+            "18!",
+            "18 squared",
+            "sqrt 18",
+            "\\sqrt{18}",
+            "18/19",
+            "",
+        ],
     ),
-}  # fmt: skip
+}
 BOXES = [  # completion, gold, right: several boxes, or none in braces
     ("\\boxed{1} and \\boxed{2}", "1,2", True),
     ("$x=\\boxed{2}$ or $x=\\boxed{1}$.", "1,2", True),
@@ -316,8 +352,12 @@ def test_the_reward_of_the_example_has_a_part_for_the_form() -> None:
     reward = RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:score")
     found = scored(reward, "so\n#### 18", "#### 1,018", "18", "#### 18\nand more", "#### 18.0")
     assert [tuple(one) for one in found] == [
-        (1.0, True, True), (0.1, True, False), (0.0, False, False), (0.0, False, False), (1.0, True, True),
-    ]  # fmt: skip
+        (1.0, True, True),
+        (0.1, True, False),
+        (0.0, False, False),
+        (0.0, False, False),
+        (1.0, True, True),
+    ]
     alone = scored(RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:form"), "#### 1", "18", "#### 18")
     assert [tuple(one) for one in alone] == [(1.0, True, False), (0.0, False, False), (1.0, True, True)]
 

@@ -49,11 +49,26 @@ def test_transformers_counts_the_same_parameters_and_shapes(real):
 def test_every_field_of_a_real_config_is_read():
     arch = hf_config.parse(QWEN3_30B_A3B)
     assert arch == Architecture(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
-        head_dim=128, dense_ffn_size=6144, expert_ffn_size=768, shared_expert_ffn_size=0, num_experts=128,
-        experts_per_token=8, norm_topk_prob=True, moe_layers=(True,) * 48, qkv_bias=False,
-        tied_head=False, rope_theta=1e6, rms_norm_eps=1e-6, max_positions=40960,
-    )  # fmt: skip
+        model_type="qwen3_moe",
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_ffn_size=6144,
+        expert_ffn_size=768,
+        shared_expert_ffn_size=0,
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk_prob=True,
+        moe_layers=(True,) * 48,
+        qkv_bias=False,
+        tied_head=False,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        max_positions=40960,
+    )
     assert arch.qkv_size == 32 * 128 + 2 * 4 * 128
     arch = hf_config.parse(QWEN15_MOE)
     assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, "")

@@ -16,9 +16,15 @@ from inputs import hf_config, question_files
 from inputs.files import InputError
 
 READERS = (
-    input_files.read_bytes, input_files.read_text, input_files.read_object, input_files.read_file,
-    input_files.read_tensors, run_record.sha256_file, run_record.read_lines, question_files.read,
-)  # fmt: skip
+    input_files.read_bytes,
+    input_files.read_text,
+    input_files.read_object,
+    input_files.read_file,
+    input_files.read_tensors,
+    run_record.sha256_file,
+    run_record.read_lines,
+    question_files.read,
+)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -123,9 +129,11 @@ def test_a_pointer_of_git_lfs_is_named_with_its_cure(name: str, tmp_path: Path) 
     path = tmp_path / name
     path.write_text(POINTER)
     readers = {
-        ".jsonl": lambda: question_files.read(path), ".parquet": lambda: question_files.read(path),
-        ".safetensors": lambda: input_files.read_tensors(path), "tokenizer.json": lambda: load_tokenizer(tmp_path),
+        ".jsonl": lambda: question_files.read(path),
+        ".parquet": lambda: question_files.read(path),
+        ".safetensors": lambda: input_files.read_tensors(path),
+        "tokenizer.json": lambda: load_tokenizer(tmp_path),
         "config.json": lambda: hf_config.read(tmp_path),
-    }  # fmt: skip
+    }
     with pytest.raises(InputError, match=f"{path}: found a pointer of Git LFS, .* needed: the file .git lfs pull"):
         (readers.get(path.suffix) or readers[name])()

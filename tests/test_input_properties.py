@@ -25,9 +25,12 @@ from inputs.files import InputError, one_line
 from knobs import Config
 
 steady = settings(
-    derandomize=True, database=None, deadline=None, max_examples=asked([100, nightly(600)])[-1],
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=asked([100, nightly(600)])[-1],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 TREE = yaml.safe_load(breaking.CONFIG.replace("MODEL", "m").replace("OUT", "out"))
 MODEL = json.loads((Path(__file__).parents[1] / "configs" / "Qwen3-30B-A3B-Instruct-2507.config.json").read_text())
 SIZES = draw.sampled_from([-1, 0, 1, 2, 3, 10**4, 10**6, 10**12, 10**30, 0.5, 1e300, True, None, "7", [], {}])
@@ -118,13 +121,23 @@ ROW = draw.one_of(
     draw.fixed_dictionaries({"question": JSON, "answer": JSON}),
     draw.fixed_dictionaries({"question": draw.just("2?"), "answer": ANSWERS}),
     draw.fixed_dictionaries({"question": draw.just("2?"), "answer": draw.just("#### 3")}, optional={"more": JSON}),
-    draw.builds(lambda role, content, answer: {"messages": [{"role": role, "content": content}], "answer": answer},
-                draw.just("user") | JSON, JSON, JSON),
-    draw.builds(lambda extra, reward: {"prompt": [{"role": "user", "content": "2?"}], "extra_info": extra,
-                                       "reward_model": reward},
-                JSON, JSON | draw.fixed_dictionaries({"ground_truth": JSON})),
+    draw.builds(
+        lambda role, content, answer: {"messages": [{"role": role, "content": content}], "answer": answer},
+        draw.just("user") | JSON,
+        JSON,
+        JSON,
+    ),
+    draw.builds(
+        lambda extra, reward: {
+            "prompt": [{"role": "user", "content": "2?"}],
+            "extra_info": extra,
+            "reward_model": reward,
+        },
+        JSON,
+        JSON | draw.fixed_dictionaries({"ground_truth": JSON}),
+    ),
     JSON,
-)  # fmt: skip
+)
 
 
 def questions_or_refusal(path: Path) -> None:

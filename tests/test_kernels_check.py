@@ -104,7 +104,7 @@ def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backwar
         "dispatch_rows",
         "combine_rows",
         "take",
-    ],  # fmt: skip
+    ],
 )
 @pytest.mark.parametrize(
     ("dtype", "which", "forward", "backward"),

@@ -142,9 +142,13 @@ hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)  # like a collective: Python ca
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, "0"), (signal.SIGINT, "1")])
 def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_rank_0(number, rank) -> None:
     busy = subprocess.Popen(
-        [sys.executable, "-c", BUSY], cwd=ROOT, env=os.environ | {"RANK": rank}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", BUSY],
+        cwd=ROOT,
+        env=os.environ | {"RANK": rank},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     line = f"\nended by {number.name} after step 3\n" if rank == "0" else ""
     assert busy.stdout.readline() == f"the child ended with {-signal.SIGTERM}\n"
     time.sleep(0.2)
@@ -160,9 +164,13 @@ def started(path: Path, log: Path, *launcher: str) -> subprocess.Popen:
     """train_grpo.py as the leader of a process group, as a terminal starts a command."""
     with open(log, "wb") as file:
         return subprocess.Popen(
-            [sys.executable, *launcher, "train_grpo.py", str(path)], cwd=ROOT, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, *launcher, "train_grpo.py", str(path)],
+            cwd=ROOT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> list[str]:

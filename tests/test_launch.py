@@ -94,9 +94,12 @@ def test_torchrun_ends_with_the_line_of_the_rank_that_refused(program, tmp_path)
     """Its own traceback comes before it. Any of the ranks may be the first to refuse."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     done = subprocess.run(
-        [*command, "--nproc_per_node=2", program, "absent.yaml"], cwd=launched.ROOT, capture_output=True, text=True,
+        [*command, "--nproc_per_node=2", program, "absent.yaml"],
+        cwd=launched.ROOT,
+        capture_output=True,
+        text=True,
         timeout=100,
-    )  # fmt: skip
+    )
     line = "error: absent.yaml: cannot be read (No such file or directory)"
     assert done.returncode == 1 and {line, f"rank 1: {line}"} & {*done.stderr.splitlines()}, done.stderr
     assert line in done.stderr[done.stderr.rindex("Traceback") :], done.stderr

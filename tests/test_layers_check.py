@@ -29,11 +29,20 @@ from inputs.files import InputError
 from parallel_setup import Parallel
 
 SIZES = {
-    "tiny_model__architecture": "qwen2_moe", "tiny_model__vocab_size": 320, "tiny_model__hidden_size": 32,
-    "tiny_model__num_layers": 3, "tiny_model__num_heads": 4, "tiny_model__num_kv_heads": 2, "tiny_model__head_dim": 8,
-    "tiny_model__num_experts": 16, "tiny_model__experts_per_token": 4, "tiny_model__expert_width": 32,
-    "train__seed": 1, "tiny_model__warm_start_steps": 0, "rollout__max_new_tokens": 16,
-}  # fmt: skip
+    "tiny_model__architecture": "qwen2_moe",
+    "tiny_model__vocab_size": 320,
+    "tiny_model__hidden_size": 32,
+    "tiny_model__num_layers": 3,
+    "tiny_model__num_heads": 4,
+    "tiny_model__num_kv_heads": 2,
+    "tiny_model__head_dim": 8,
+    "tiny_model__num_experts": 16,
+    "tiny_model__experts_per_token": 4,
+    "tiny_model__expert_width": 32,
+    "train__seed": 1,
+    "tiny_model__warm_start_steps": 0,
+    "rollout__max_new_tokens": 16,
+}
 
 
 def check(folder: Path, fault: Plant, dtype: str = "bf16") -> tuple[list[int], dict, str]:
@@ -184,8 +193,14 @@ def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs(
 
 
 def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
-    found = {"bound": 0.1, "gap_by_replica": [0.0], "gap_by_rank": [0.0], "gap_mean": 0.0, "gap_without_adapters": 0.0,
-             "experts_wrong": 0.0}  # fmt: skip
+    found = {
+        "bound": 0.1,
+        "gap_by_replica": [0.0],
+        "gap_by_rank": [0.0],
+        "gap_mean": 0.0,
+        "gap_without_adapters": 0.0,
+        "experts_wrong": 0.0,
+    }
     found["sampling"] = []
     assert "would not show" in layers_check.judged(found, [])
     assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""

@@ -47,11 +47,21 @@ ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"
 def tiny(model_type: str, **changes) -> Architecture:
     """Sizes that every layout of tests/support/world.py divides."""
     raw = {
-        "model_type": model_type, "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 16,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 96,
-        "norm_topk_prob": model_type == "qwen3_moe", "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
-    }  # fmt: skip
+        "model_type": model_type,
+        "vocab_size": 400,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 96,
+        "norm_topk_prob": model_type == "qwen3_moe",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+    }
     if model_type == "qwen2_moe":
         raw["shared_expert_intermediate_size"] = 80
     return hf_config.parse(raw | changes)
@@ -99,12 +109,14 @@ MODELS = {  # name: architecture, LoRA
     "qwen2_moe": (tiny("qwen2_moe"), LoraConfig(rank=8, expert_rank=3, targets=ALL_TARGETS)),
     "a dense layer, tied": (tiny("qwen3_moe", mlp_only_layers=[0], tie_word_embeddings=True), LoraConfig(rank=4)),
     "few heads": (
-        tiny("qwen3_moe", head_dim=16, num_key_value_heads=2), LoraConfig(rank=4, targets=("linear_qkv",)),
+        tiny("qwen3_moe", head_dim=16, num_key_value_heads=2),
+        LoraConfig(rank=4, targets=("linear_qkv",)),
     ),
     "every second layer": (
-        tiny("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2), LoraConfig(rank=4, targets=("linear_fc2",)),
+        tiny("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2),
+        LoraConfig(rank=4, targets=("linear_fc2",)),
     ),
-}  # fmt: skip
+}
 BY_DEFAULT = ("TP1", "TP2_EP2_DP2", "TP4_EP16")
 
 

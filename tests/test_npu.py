@@ -35,9 +35,11 @@ IN_FP32, IN_BF16 = ["TP2_EP2", nightly("TP1"), nightly("TP2_EP2_DP2")], ["EP2", 
 MINDSPEED = os.environ.get("MINDSPEED_DIR", "")
 NO_MINDSPEED = "MINDSPEED_DIR names no checkout of MindSpeed"
 STEPS = {
-    "train__steps": 3, "train__checkpoint_every": 2, "parallel__timeout_seconds": 300,
+    "train__steps": 3,
+    "train__checkpoint_every": 2,
+    "parallel__timeout_seconds": 300,
     "optim__lr": 1e-3,
-}  # fmt: skip
+}
 
 
 def settings(layout: str, model: Path, out: Path) -> config.Config:
@@ -69,9 +71,12 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     script = ROOT / "tests" / "support" / "npu_process.py"
     done = subprocess.run(
         [sys.executable, str(script), str(folder), *([mindspeed] if mindspeed else [])],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}, cwd=ROOT,
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = {}
     for layout, cfg in runs.items():
@@ -200,8 +205,11 @@ def test_device_py_chooses_the_npu_its_buffers_and_its_deterministic_variables(f
     """Groups without traffic get no options. MindSpeed's patches are in force, so that their faults would show."""
     assert found["auto"] == "npu" and found["buffers"] == [{"hccl_buffer_size": 64}, None]
     expected = {
-        "HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1", "CLOSE_MATMUL_K_SHIFT": "1",
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "ATB_LLM_LCOC_ENABLE": "0",
-    }  # fmt: skip
+        "HCCL_DETERMINISTIC": "true",
+        "LCCL_DETERMINISTIC": "1",
+        "CLOSE_MATMUL_K_SHIFT": "1",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+        "ATB_LLM_LCOC_ENABLE": "0",
+    }
     assert found["variables"] == expected and found["deterministic"]
     assert found["patches"] == {"write lost": True, "no error": True, "named": True}

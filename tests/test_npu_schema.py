@@ -37,9 +37,19 @@ import device as devices
 pytestmark = [pytest.mark.npu_schema, pytest.mark.nightly]
 
 OPERATORS = {
-    "rms_norm", "rotary", "causal_attention", "masked_attention", "swiglu", "weighted_swiglu", "grouped_mm",
-    "sequence_attention", "dispatch_rows", "combine_rows", "take", "Packing.attention",
-}  # fmt: skip
+    "rms_norm",
+    "rotary",
+    "causal_attention",
+    "masked_attention",
+    "swiglu",
+    "weighted_swiglu",
+    "grouped_mm",
+    "sequence_attention",
+    "dispatch_rows",
+    "combine_rows",
+    "take",
+    "Packing.attention",
+}
 FEW = ("run_16npu.sh tp4_ep16", "run_8npu_qwen15.sh tp4_ep4", "run_2npu.sh tp2_ep2")
 
 
@@ -50,9 +60,13 @@ def found(torch_npu_environment: dict[str, str]) -> dict:
     shipped = run_scripts.shipped()
     layouts = {name: shipped[name] for name in asked(name if name in FEW else nightly(name) for name in shipped)}
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(layouts)], env=torch_npu_environment, cwd=run_scripts.ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, str(script), json.dumps(layouts)],
+        env=torch_npu_environment,
+        cwd=run_scripts.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]) | {"layouts": list(layouts)}
 

@@ -272,7 +272,7 @@ def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: 
 
 SIZES = dict(
     hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=8, experts_per_token=4, expert_width=128
-)  # fmt: skip
+)
 QUANTISED = {"model__quantisation": "int4"}
 NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
     ("EP2_DP4", "adapter", "qwen2_moe", {}),
@@ -290,8 +290,10 @@ def rounding(tmp_path_factory) -> tuple[dict[str, float], float]:
     qwen2_moe has biases, shared experts, and here a key head for each query head.
     """
     tmp_path = tmp_path_factory.mktemp("rounding")
-    models = {kind: training.make_model(tmp_path / kind, kind, **SIZES | {"num_kv_heads": heads})
-              for kind, heads in (("qwen3_moe", 2), ("qwen2_moe", 4))}  # fmt: skip
+    models = {
+        kind: training.make_model(tmp_path / kind, kind, **SIZES | {"num_kv_heads": heads})
+        for kind, heads in (("qwen3_moe", 2), ("qwen2_moe", 4))
+    }
     changes = {"model__dtype": "bf16", "optim__lr": 1e-3, "eval__num_questions": 1}
     jobs = {}
     for layout, sync, kind, more in asked(NEAR):

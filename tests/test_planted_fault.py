@@ -141,13 +141,15 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
         first, pushed = push(step, [5, 6, 7, 8]), held(engine)
         again, twice = push(step, [5, 6, 7, 8]), held(engine)
         push.clean()
-        found.append({
-            "the matrices are rounded, and nothing else": same(pushed, expected) and not same(pushed, clean),
-            "no drift": same(pushed, twice) and first == again,
-            "clean again": same(held(engine), clean),
-            "the metrics are those of the clean push": abs(first["sync/update_share"] - 1) < 1e-4,
-            "the trainer has not moved": len(base) > 20 and all(map(torch.equal, base, before)),
-        })  # fmt: skip
+        found.append(
+            {
+                "the matrices are rounded, and nothing else": same(pushed, expected) and not same(pushed, clean),
+                "no drift": same(pushed, twice) and first == again,
+                "clean again": same(held(engine), clean),
+                "the metrics are those of the clean push": abs(first["sync/update_share"] - 1) < 1e-4,
+                "the trainer has not moved": len(base) > 20 and all(map(torch.equal, base, before)),
+            }
+        )
     return found
 
 
@@ -273,12 +275,24 @@ def test_a_fault_without_a_place_is_refused_in_one_line(
 def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:
     """Two steps of configs/bench.yaml on a model that has hardly learned.  -> command, metrics, evaluations"""
     given = [
-        "configs/bench.yaml", "name=x", f"model.path={folder / 'model'}", "tiny_model.warm_start_steps=20",
-        "rollout.prompts_per_step=4", "rollout.max_new_tokens=24", "replay.mode=r3",
-        "optim.prompts_per_update=4", "optim.warmup_steps=0", "optim.lr=0.05", "loss.entropy_coef=0.1", "train.steps=2",
-        "lora.targets=[linear_fc1,linear_fc2]", "eval.num_questions=64", "eval.every=1",
-        "checks.off=[logp_gap, adapters]", f"train.out_dir={folder / script[-1]}",
-    ]  # fmt: skip
+        "configs/bench.yaml",
+        "name=x",
+        f"model.path={folder / 'model'}",
+        "tiny_model.warm_start_steps=20",
+        "rollout.prompts_per_step=4",
+        "rollout.max_new_tokens=24",
+        "replay.mode=r3",
+        "optim.prompts_per_update=4",
+        "optim.warmup_steps=0",
+        "optim.lr=0.05",
+        "loss.entropy_coef=0.1",
+        "train.steps=2",
+        "lora.targets=[linear_fc1,linear_fc2]",
+        "eval.num_questions=64",
+        "eval.every=1",
+        "checks.off=[logp_gap, adapters]",
+        f"train.out_dir={folder / script[-1]}",
+    ]
     log, no_curves = folder / f"{script[-1]}.log", instead(curves, "draw_curves", lambda *_: None)
     code, text = agents.start(1, *script, *given, log=log, plant=no_curves, light=False).end()
     assert code == 0, text

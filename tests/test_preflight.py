@@ -40,9 +40,17 @@ def test_the_configurations_we_ship_fit(name, capsys):
 
 
 R3_ON_TWO_DIES = [  # run_2npu.sh
-    "--ranks", "2", "parallel.tensor=2", "parallel.expert=2", "rollout.tensor=2", "model.quantisation=int4",
-    "lora.expert_rank=16", "rollout.kv_cache_mib=4096", "replay.mode=r3", "model.recompute=true",
-]  # fmt: skip
+    "--ranks",
+    "2",
+    "parallel.tensor=2",
+    "parallel.expert=2",
+    "rollout.tensor=2",
+    "model.quantisation=int4",
+    "lora.expert_rank=16",
+    "rollout.kv_cache_mib=4096",
+    "replay.mode=r3",
+    "model.recompute=true",
+]
 
 
 REFUSALS = [  # arguments, a part of the reason
@@ -59,7 +67,7 @@ REFUSALS = [  # arguments, a part of the reason
     ci([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide 16 ranks"),
     ci([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"], "GiB on a rank"),
     ci([TINY, "tiny_model.vocab_size=401", "parallel.tensor=2", "--ranks", "2"], "401 tokens of the vocabulary"),
-]  # fmt: skip
+]
 
 
 def test_routes_are_recorded_where_each_rank_sees_all_tokens_or_replicas_share_the_experts(capsys):
@@ -91,8 +99,12 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
 
 def test_after_a_die_has_failed_the_largest_number_that_is_left_is_offered_with_its_script(capsys):
     """On a node of 16; run_12npu.sh and run_6npu.sh are for these models and numbers."""
-    for path, asked, left, script in ((QWEN3, 14, 12, "run_12npu.sh"), (QWEN3, 11, 8, "run_8npu.sh"),
-                                      (QWEN15, 7, 6, "run_6npu.sh"), (QWEN15, 13, 12, None)):  # fmt: skip
+    for path, asked, left, script in (
+        (QWEN3, 14, 12, "run_12npu.sh"),
+        (QWEN3, 11, 8, "run_8npu.sh"),
+        (QWEN15, 7, 6, "run_6npu.sh"),
+        (QWEN15, 13, 12, None),
+    ):
         offered = {
             other["ranks"]: other["script"] for other in report(capsys, path, "--ranks", str(asked))["alternatives"]
         }
@@ -119,8 +131,12 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
         assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
         assert round(again["step_seconds"]["total"], 3) == other["step_seconds"]
     graphs = ["rollout.enforce_eager=false"]
-    for changes in (graphs, [*graphs, "model.recompute=false"], [*graphs, "parallel.tensor=2", "rollout.tensor=2"],
-                    [*graphs, "parallel.tensor=1", "rollout.tensor=1", "model.recompute=false"]):  # fmt: skip
+    for changes in (
+        graphs,
+        [*graphs, "model.recompute=false"],
+        [*graphs, "parallel.tensor=2", "rollout.tensor=2"],
+        [*graphs, "parallel.tensor=1", "rollout.tensor=1", "model.recompute=false"],
+    ):
         tried = report(capsys, QWEN3, "--ranks", "16", *changes)
         assert tried["verdict"] == "refused" or tried["step_seconds"]["total"] >= seconds[0] - 0.001, changes
     assert preflight.main([QWEN3, "--ranks", "8", "--fastest"]) == 1

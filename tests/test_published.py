@@ -35,9 +35,18 @@ def architecture(run: Run) -> Architecture:
     sizes = PUBLISHED["models"][run["model"]]
     is_moe = (sizes["num_experts"] > 1,) * sizes["num_layers"]
     return Architecture(
-        "qwen3_moe", **sizes, head_dim=128, shared_expert_ffn_size=0, norm_topk_prob=True, moe_layers=is_moe,
-        qkv_bias=False, tied_head=False, rope_theta=1e6, rms_norm_eps=1e-6, max_positions=2**15,
-    )  # fmt: skip
+        "qwen3_moe",
+        **sizes,
+        head_dim=128,
+        shared_expert_ffn_size=0,
+        norm_topk_prob=True,
+        moe_layers=is_moe,
+        qkv_bias=False,
+        tied_head=False,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        max_positions=2**15,
+    )
 
 
 def has_experts(run: Run) -> bool:
@@ -115,9 +124,15 @@ def generation(run: Run, layer_seconds: dict[tuple[str, bool], float]) -> float:
     seconds = 0.0
     for steps, rows, tokens in decoding(run):
         step = decode_step(
-            arch, device, ranks=run["ranks"], tensor=run["tensor"], expert=run["tensor"], sequences=rows,
-            context=run["prompt"] + tokens, element=2,
-        )  # fmt: skip
+            arch,
+            device,
+            ranks=run["ranks"],
+            tensor=run["tensor"],
+            expert=run["tensor"],
+            sequences=rows,
+            context=run["prompt"] + tokens,
+            element=2,
+        )
         seconds += steps * max(launches, step["total"])
     return seconds
 

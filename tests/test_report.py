@@ -278,7 +278,7 @@ def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path,
         ("environment.json", '"OMP_NUM_THREADS": "1"', '"OMP_NUM_THREADS": "2"', "environment variables", 0),
         ("git.json", recorded.COMMIT, "f" * 40, "commits 0123456, fffffff", 0),
     ],
-)  # fmt: skip
+)
 def test_a_repeat_has_the_same_bytes_or_a_reason_or_is_a_defect(
     tmp_path: Path, capsys, file, old, new, said, code
 ) -> None:
@@ -332,8 +332,11 @@ def test_what_a_record_says_is_never_run_as_shell_text(project: Path, tmp_path: 
     lines = [line for line in text.splitlines() if not line.startswith(("git worktree", "cd ", "source ", "set_up "))]
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)],
-        capture_output=True, text=True, cwd=tmp_path, env={"HOME": "/at home", "PATH": os.environ["PATH"]},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"HOME": "/at home", "PATH": os.environ["PATH"]},
+    )
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
     with pytest.raises(InputError, match="base-seed1: command: .* is no command line"):

@@ -26,10 +26,16 @@ from run_record import sha256_file
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
-    "train__steps": 5, "train__checkpoint_every": 1, "eval__every": 2, "optim__prompts_per_update": 3,
-    "optim__decay": "cosine", "optim__weight_decay": 0.1, "loss__entropy_coef": 0.05,
-    "optim__tokens_per_micro_batch": 300, "rollout__dynamic_rounds": 2,
-}  # fmt: skip
+    "train__steps": 5,
+    "train__checkpoint_every": 1,
+    "eval__every": 2,
+    "optim__prompts_per_update": 3,
+    "optim__decay": "cosine",
+    "optim__weight_decay": 0.1,
+    "loss__entropy_coef": 0.05,
+    "optim__tokens_per_micro_batch": 300,
+    "rollout__dynamic_rounds": 2,
+}
 
 
 def assert_same_bytes(found: Path, expected: Path) -> None:

@@ -264,10 +264,13 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
 
     fixed = {"reward__overlong": {"buffer": 4, "penalty": 0.5}}
     cases = [
-        case(40, 3), case(40, 3, rollout__dynamic_rounds=2),
-        case(40, 1, rollout__dynamic_rounds=2), case(7, 50, rollout__dynamic_rounds=9),
-        case(40, 3, rollout__dynamic_rounds=99, **fixed), case(40, 1),
-    ]  # fmt: skip
+        case(40, 3),
+        case(40, 3, rollout__dynamic_rounds=2),
+        case(40, 1, rollout__dynamic_rounds=2),
+        case(7, 50, rollout__dynamic_rounds=9),
+        case(40, 3, rollout__dynamic_rounds=99, **fixed),
+        case(40, 1),
+    ]
     (alone,) = training.in_world("TP1", stepped, cases, 7)
     plain, two, all_mixed, few, many, mixed_plain = (sampled for sampled, _ in alone)
 

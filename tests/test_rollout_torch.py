@@ -114,10 +114,13 @@ def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
     """
     model, computed, qkv = sampled_models(name), [], torch_decoder.Decoder._qkv
     engine, generator = sampler(model, {7}, dtype=dtype, adapter=LORA), torch.Generator().manual_seed(0)
-    engine.load_adapter({
-        name: (torch.randn(4, w.shape[1], generator=generator) / 8, torch.randn(len(w), 4, generator=generator) / 8)
-        for name, w in model.tensors.items() if name.endswith("_proj.weight")
-    })  # fmt: skip
+    engine.load_adapter(
+        {
+            name: (torch.randn(4, w.shape[1], generator=generator) / 8, torch.randn(len(w), 4, generator=generator) / 8)
+            for name, w in model.tensors.items()
+            if name.endswith("_proj.weight")
+        }
+    )
     monkeypatch.setattr(
         torch_decoder.Decoder,
         "_qkv",

@@ -43,8 +43,12 @@ def test_decode_step_with_the_experts_over_16_dies(prompt, completion, step_ms, 
     assert step["total"] * 1e3 == pytest.approx(step_ms, rel=0.02)
     assert step["total"] * completion == pytest.approx(rollout_seconds, abs=0.05)
     assert {name: round(seconds * 1e3, 2) for name, seconds in step.items()} | {"cache": 0, "total": 0} == {
-        "weights": 3.80, "cache": 0, "arithmetic": 0.78, "exchange": 0.77, "total": 0
-    }  # fmt: skip
+        "weights": 3.80,
+        "cache": 0,
+        "arithmetic": 0.78,
+        "exchange": 0.77,
+        "total": 0,
+    }
 
 
 @pytest.mark.parametrize(("prompt", "completion", "seconds"), [(120, 256, 4.6), (1024, 1024, 24)])

@@ -143,11 +143,20 @@ def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_de
 
 
 def test_a_dotted_key_reaches_a_member_of_an_option_and_leaves_its_others():
-    cfg = load_config(TINY, [
-        "data.chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs.budget=3",
-        "reward.overlong.buffer=4", "reward.overlong.penalty=0.5", "eval.sets.math-500=b.jsonl",
-        "data.source=file", "data.train_path=a", "data.test_path=b", "data.columns.question=problem",
-    ])  # fmt: skip
+    cfg = load_config(
+        TINY,
+        [
+            "data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwargs.budget=3",
+            "reward.overlong.buffer=4",
+            "reward.overlong.penalty=0.5",
+            "eval.sets.math-500=b.jsonl",
+            "data.source=file",
+            "data.train_path=a",
+            "data.test_path=b",
+            "data.columns.question=problem",
+        ],
+    )
     assert cfg.data.chat_template_kwargs == {"enable_thinking": False, "budget": 3}
     assert (cfg.reward.overlong.buffer, cfg.reward.overlong.penalty) == (4, 0.5)
     assert cfg.data.columns == {"question": "problem", "answer": "answer"} and list(cfg.eval.sets) == ["math-500"]

@@ -42,10 +42,16 @@ from sampling_ranks import Apart, Bridge, Samplers
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 RUN = {
-    "reward__function": f"{OWN}:reward", "reward__check_gold": False, "loss__importance": "token",
-    "train__steps": 4, "train__checkpoint_every": 1, "train__completions_logged": 3, "train__keep_last": 9,
-    "eval__every": 3, "rollout__staleness": 1,
-}  # fmt: skip
+    "reward__function": f"{OWN}:reward",
+    "reward__check_gold": False,
+    "loss__importance": "token",
+    "train__steps": 4,
+    "train__checkpoint_every": 1,
+    "train__completions_logged": 3,
+    "train__keep_last": 9,
+    "eval__every": 3,
+    "rollout__staleness": 1,
+}
 BF16 = {"model__dtype": "bf16"}
 
 
@@ -317,26 +323,28 @@ FAULTS = {
     "the trainers send the policy before": (TRAINERS, SENT, STUCK, "checks.adapters: step 3: the update"),
     "the trainers send the policy before, unlike the log-probs": (TRAINERS, SENT, GAP, "checks.logp_gap: step 3: "),
     "the trainers count other steps": (
-        TRAINERS, planted.FAULTS["trainers count other steps"], {},
+        TRAINERS,
+        planted.FAULTS["trainers count other steps"],
+        {},
         "rollout.ranks: sampler 0 needs the policy after 1 steps and got ",
     ),
     "two rollouts in the wrong order": (
-        SAMPLERS, planted.FAULTS["two rollouts in the wrong order"], {},
+        SAMPLERS,
+        planted.FAULTS["two rollouts in the wrong order"],
+        {},
         "rollout.ranks: step 2 got the rollout of step 2, which the policy after 0 steps sampled, without the quest",
     ),
     "a rollout with the number of another": (
-        SAMPLERS, planted.FAULTS["a rollout with the number of another"], {},
+        SAMPLERS,
+        planted.FAULTS["a rollout with the number of another"],
+        {},
         "rollout.ranks: step 2 got the rollout of step 3, which the policy after 0 steps sampled, with the quest",
     ),
-    "experts of another rank": (
-        SAMPLERS, planted.FAULTS["experts of another rank"], {}, "checks.logp_gap: step 3: "
-    ),
-    "columns of another rank": (
-        SAMPLERS, planted.FAULTS["columns of another rank"], {}, "checks.logp_gap: step 3: "
-    ),
+    "experts of another rank": (SAMPLERS, planted.FAULTS["experts of another rank"], {}, "checks.logp_gap: step 3: "),
+    "columns of another rank": (SAMPLERS, planted.FAULTS["columns of another rank"], {}, "checks.logp_gap: step 3: "),
     "rows of another rank": ((3,), planted.FAULTS["rows of another rank"], {}, "checks.logp_gap: step 3: "),
     "a bit changed on the way": ((3,), a_bit_flipped, {}, "rollout.ranks: sampler 1 needs the policy after 2 steps "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [name if name == "a sampler keeps old factors" else nightly(name) for name in FAULTS])

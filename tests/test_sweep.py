@@ -323,8 +323,10 @@ def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> 
     assert [*tmp_path.glob("out/a-seed0-*")] == [run] and (run / "resume-1").is_dir()
     assert jobs_of(tmp_path)["a-seed0"]["state"] == "finished"
     assert sorted(path.name for path in (tmp_path / "out" / "sweep-trial").iterdir()) == [
-        "a-seed0.lock", "a-seed0.log", "sweep.json",
-    ]  # fmt: skip
+        "a-seed0.lock",
+        "a-seed0.log",
+        "sweep.json",
+    ]
     for start in (run, run / "resume-1"):  # a record needs what the run left, whether or not this checkout is clean
         (start / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
         (start / "git.patch").write_text("")

@@ -40,31 +40,49 @@ ONE_ROW = {"optim__tokens_per_micro_batch": 108}  # = max_prompt_tokens + max_ne
 ROUTER_TOO = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 OPTIONS = {  # every loss kind, aggregate, KL estimate, advantage and importance weight at least once
     "gspo": {
-        "loss__kind": "gspo", "loss__kl": "k1", "loss__aggregate": "seq-mean-token-sum", "loss__advantage": "none",
+        "loss__kind": "gspo",
+        "loss__kl": "k1",
+        "loss__aggregate": "seq-mean-token-sum",
+        "loss__advantage": "none",
         "rollout__temperature": 0.7,
     },
     "cispo": {
-        "loss__kind": "cispo", "loss__kl": "k2", "loss__aggregate": "seq-mean-token-mean", "loss__advantage": "loo",
+        "loss__kind": "cispo",
+        "loss__kl": "k2",
+        "loss__aggregate": "seq-mean-token-mean",
+        "loss__advantage": "loo",
         "loss__importance": "sequence",
     },
     "dr_grpo": {
-        "loss__kl": "k3", "loss__aggregate": "dr-grpo", "loss__entropy_coef": 0.05, "loss__dual_clip": 1.05,
-        "optim__decay": "cosine", "loss__importance": "icepop", "loss__importance_clip": 5.0,
+        "loss__kl": "k3",
+        "loss__aggregate": "dr-grpo",
+        "loss__entropy_coef": 0.05,
+        "loss__dual_clip": 1.05,
+        "optim__decay": "cosine",
+        "loss__importance": "icepop",
+        "loss__importance_clip": 5.0,
     },
     "noisy mis": {
-        "loss__kl": "low_var_kl+", "loss__importance": "mis", "aqn__schedule": "constant", "aqn__sigma_start": 0.01,
+        "loss__kl": "low_var_kl+",
+        "loss__importance": "mis",
+        "aqn__schedule": "constant",
+        "aqn__sigma_start": 0.01,
     },
     "int4": {"model__quantisation": "int4", "replay__mode": "r3", "loss__importance": "token"},
     "masked_and_skipped": {
-        "loss__kl": "none", "loss__mask_truncated": True, "loss__skip_equal_groups": True,
+        "loss__kl": "none",
+        "loss__mask_truncated": True,
+        "loss__skip_equal_groups": True,
         "loss__aggregate": "seq-mean-token-mean",
     },
     "r2": {"replay__mode": "r2"},
     "dynamic": {
-        "rollout__dynamic_rounds": 2, "replay__mode": "r3", "reward__overlong": {"buffer": 6, "penalty": 0.5},
+        "rollout__dynamic_rounds": 2,
+        "replay__mode": "r3",
+        "reward__overlong": {"buffer": 6, "penalty": 0.5},
     },
     "router": {"lora__targets": ROUTER_TOO, "reward__permute": True, "loss__kl": "abs"},
-}  # fmt: skip
+}
 SPLITS = {  # the same step, split in another way
     "TP2_EP2": ("TP2_EP2", {}),
     "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),

@@ -248,14 +248,19 @@ def test_noise_shows_on_a_policy_that_is_sure_of_every_token(model: Path, tmp_pa
 SOUND = {  # all tripwires on `stop`
     "many steps of noise and replay": (
         "TP1",
-        {"train__steps": asked([40, nightly(200)])[-1], "optim__lr": 1e-3, "aqn__schedule": "qerl",
-         "replay__mode": "r3", "loss__importance": "token",
-         "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")},
+        {
+            "train__steps": asked([40, nightly(200)])[-1],
+            "optim__lr": 1e-3,
+            "aqn__schedule": "qerl",
+            "replay__mode": "r3",
+            "loss__importance": "token",
+            "lora__targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"),
+        },
     ),
     "bf16 with replay": ("TP2_EP2", {"model__dtype": "bf16", "replay__mode": "r3"}),
     "noise in bf16": ("TP2_EP2", NOISE | {"model__dtype": "bf16"}),
     "several updates a step": ("TP1", {"optim__prompts_per_update": 2, "replay__mode": "r2"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*list(SOUND)[:3], ci(list(SOUND)[3])])
@@ -315,7 +320,10 @@ LEGITIMATE = {
     "large step at temperature 10": LARGE | {"rollout__temperature": 10.0},
     "one prompt": {"rollout__prompts_per_step": 1, "optim__prompts_per_update": 1, "rollout__group_size": 8},
     "two questions": {
-        "rollout__prompts_per_step": 1, "optim__prompts_per_update": 1, "data__num_train": 2, "train__steps": 12,
+        "rollout__prompts_per_step": 1,
+        "optim__prompts_per_update": 1,
+        "data__num_train": 2,
+        "train__steps": 12,
     },
     "all questions in every step": {"data__num_train": 4},
     "no KL": {"loss__kl": "none"},
@@ -338,7 +346,7 @@ LEGITIMATE = {
     "replay": {"replay__mode": "r3"},
     "dynamic sampling": {"rollout__dynamic_rounds": 3},
     "groups that are equal left out": {"loss__skip_equal_groups": True, "loss__mask_truncated": True},
-}  # fmt: skip
+}
 FEW_OF_THEM = ("one prompt", "two questions")
 UNUSUAL = [one if one[0] in FEW_OF_THEM else nightly(*one) for one in LEGITIMATE.items()]
 ON_SEVERAL_RANKS = {
@@ -369,8 +377,13 @@ def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_
 
 def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Path) -> None:
     """The task is solved: all groups have equal rewards, so no row is left for a KL."""
-    cfg = training.config(model, tmp_path, checks__off=("unparsable", "truncated"),
-                          loss__skip_equal_groups=True, **FEW | LARGE | {"train__steps": 8})  # fmt: skip
+    cfg = training.config(
+        model,
+        tmp_path,
+        checks__off=("unparsable", "truncated"),
+        loss__skip_equal_groups=True,
+        **FEW | LARGE | {"train__steps": 8},
+    )
     assert raised(solved_after_two_steps, cfg) == [(InputError, "")]
     rows = training.metrics(training.only_run(cfg))
     assert rows[1]["actor/grad_norm"] > 0 and "actor/kl_loss" in rows[1]

@@ -37,9 +37,12 @@ def meeting() -> Iterator[list[list[str]]]:
     """The options of torchrun on each of two nodes; the first one holds the store for their meeting."""
     with world.reserved_port() as port:
         options = [
-            "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test",
+            "--nnodes=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{port}",
+            "--rdzv-id=test",
             "--local-addr=localhost",
-        ]  # fmt: skip
+        ]
         yield [[*options, f"--rdzv-conf=is_host={host}"] for host in (1, 0)]
 
 

@@ -50,21 +50,31 @@ LAYOUTS = [name for name in run_scripts.NAMES if "npu" in name or "node" in name
 # What the real code refuses: what is changed, words of its error, and whether before 0.30 and from 0.30 on.
 REFUSED = {
     "graphs and blocking launches": (
-        {"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}}, "ACL graph is incompatible", (True, False),
+        {"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}},
+        "ACL graph is incompatible",
+        (True, False),
     ),
     "ranks that are no grid": (
-        {"changes": {"tensor_parallel_size": 3}}, "data_parallel_rank (5) must be in the range", (True, True),
+        {"changes": {"tensor_parallel_size": 3}},
+        "data_parallel_rank (5) must be in the range",
+        (True, True),
     ),
     "a fourth of a head": (
-        {"changes": {"tensor_parallel_size": 64, "data_parallel_size": 1}}, "attention heads", (True, True),
+        {"changes": {"tensor_parallel_size": 64, "data_parallel_size": 1}},
+        "attention heads",
+        (True, True),
     ),
     "a longer row": (
-        {"changes": {"max_model_len": 10**6}}, "greater than the derived max_model_len", (True, True),
+        {"changes": {"max_model_len": 10**6}},
+        "greater than the derived max_model_len",
+        (True, True),
     ),
     "routes in Model Runner V1": (
-        {"changes": {"enable_return_routed_experts": True}}, "only supported by the V2 model", (False, True),
+        {"changes": {"enable_return_routed_experts": True}},
+        "only supported by the V2 model",
+        (False, True),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +167,23 @@ def test_every_shipped_layout_becomes_the_engine_that_was_meant(configurations) 
             sizes = [size for size in (16, 64, 128, 192, 256) if size < rows]
             graphs = {"graphs": "FULL_DECODE_ONLY", "sizes": [*sizes, rows]}
         assert found == graphs | {
-            "tensor": tensor, "data": data, "data rank": data - 1, "world": tensor * data, "expert parallel": True,
-            "worker": "vllm_ascend.worker.worker.NPUWorker", "cache bytes": cfg.rollout.kv_cache_mib * 2**20,
-            "rows": rows, "block": 128, "prefix caching": True, "chunked prefill": False, "async": False,
-            "quantization": None, "tied head": False, "tiled weights": 0, "binds CPUs": False,
-        }, name  # fmt: skip
+            "tensor": tensor,
+            "data": data,
+            "data rank": data - 1,
+            "world": tensor * data,
+            "expert parallel": True,
+            "worker": "vllm_ascend.worker.worker.NPUWorker",
+            "cache bytes": cfg.rollout.kv_cache_mib * 2**20,
+            "rows": rows,
+            "block": 128,
+            "prefix caching": True,
+            "chunked prefill": False,
+            "async": False,
+            "quantization": None,
+            "tied head": False,
+            "tiled weights": 0,
+            "binds CPUs": False,
+        }, name
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -231,9 +253,12 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
     for rank, answer in enumerate(found):
         experts = [2 * rank, 2 * rank + 1]
         assert answer["placement"] == {
-            "tensor": [[0, 1], [2, 3]][rank // 2], "data": [[0, 2], [1, 3]][rank % 2], "expert": [0, 1, 2, 3],
-            "layer 0 experts": experts, "layer 1 experts": experts,
-        }  # fmt: skip
+            "tensor": [[0, 1], [2, 3]][rank // 2],
+            "data": [[0, 2], [1, 3]][rank % 2],
+            "expert": [0, 1, 2, 3],
+            "layer 0 experts": experts,
+            "layer 1 experts": experts,
+        }
         assert_equal(answer["pushed"], answer["loaded"])
         for name, weight in answer["trainer's stacks"].items():
             assert_equal(answer["stacks"][name], (weight, experts))

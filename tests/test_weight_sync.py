@@ -148,9 +148,13 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     still = {"optim__lr": 1e-30, "checks__off": ("adapters",), "eval__every": 1, "loss__kl": "none"}
     noise = {"aqn__schedule": "constant", "aqn__sigma_start": 0.1}
     few = {
-        "rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 2,
-        "rollout__max_new_tokens": 2, "eval__samples": 0, "eval__num_questions": 1,
-    }  # fmt: skip
+        "rollout__prompts_per_step": 2,
+        "rollout__group_size": 2,
+        "optim__prompts_per_update": 2,
+        "rollout__max_new_tokens": 2,
+        "eval__samples": 0,
+        "eval__num_questions": 1,
+    }
     small = few | {"model__dtype": "bf16", "aqn__schedule": "constant", "aqn__sigma_start": 0.001}
     changes = {"clean": still, "noisy": still | noise, "faulty": still | noise, "grid": small}
     cfgs = {label: training.config(model, out / label, **changes[label]) for label in changes}

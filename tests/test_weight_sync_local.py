@@ -53,9 +53,18 @@ NOISES = {
 def config(path: Path, noise: dict, local: bool) -> Config:
     schedule = {"aqn__schedule": "constant", "aqn__sigma_start": 0.01} if noise else {}
     return training.config(
-        path, path, lora__targets=TARGETS, train__steps=3, rollout__engine="vllm", rollout__tensor=TENSOR,
-        rollout__expert_parallel=local, parallel__tensor=TENSOR, parallel__expert=EXPERT, **schedule, **noise,
-    )  # fmt: skip
+        path,
+        path,
+        lora__targets=TARGETS,
+        train__steps=3,
+        rollout__engine="vllm",
+        rollout__tensor=TENSOR,
+        rollout__expert_parallel=local,
+        parallel__tensor=TENSOR,
+        parallel__expert=EXPERT,
+        **schedule,
+        **noise,
+    )
 
 
 class Keeper(Engine):
@@ -154,8 +163,18 @@ def without_collectives(parallel: Parallel, path: Path) -> None:
     model, arch = adapted.load(path, parallel)
     lora_megatron.attach(model, config(path, {}, True).lora, parallel, 0)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier",
-                     "all_to_all_single", "reduce_scatter_tensor", "send", "recv"):  # fmt: skip
+        for name in (
+            "all_gather_into_tensor",
+            "all_gather",
+            "all_gather_object",
+            "all_reduce",
+            "broadcast",
+            "barrier",
+            "all_to_all_single",
+            "reduce_scatter_tensor",
+            "send",
+            "recv",
+        ):
             patch.setattr(torch.distributed, name, mock.Mock(side_effect=RuntimeError("a collective")))
         assert len(dict(vllm_colocated.shards(model, arch, parallel))) > 20
         with pytest.raises(RuntimeError, match="a collective"):
@@ -261,10 +280,16 @@ def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded_or_an_
         for name, options in cases.items()
     }
     assert kept == {
-        ("npu", "neither"): True, ("npu", "routes"): False, ("npu", "adapter"): False,
-        ("cuda", "neither"): True, ("cuda", "routes"): True, ("cuda", "adapter"): True,
-        ("cpu", "neither"): False, ("cpu", "routes"): False, ("cpu", "adapter"): False,
-    }  # fmt: skip
+        ("npu", "neither"): True,
+        ("npu", "routes"): False,
+        ("npu", "adapter"): False,
+        ("cuda", "neither"): True,
+        ("cuda", "routes"): True,
+        ("cuda", "adapter"): True,
+        ("cpu", "neither"): False,
+        ("cpu", "routes"): False,
+        ("cpu", "adapter"): False,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ the start of a run

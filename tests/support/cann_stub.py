@@ -52,11 +52,16 @@ ANSWERS = {
     **{
         name: f"int {name}(void **out) {HANDLE}"
         for name in (
-            "aclrtCreateContext", "aclrtCreateEvent", "aclrtCreateEventExWithFlag", "aclrtCreateEventWithFlag",
-            "aclrtCreateStream", "aclrtCreateStreamWithConfig", "aclrtGetCurrentContext",
+            "aclrtCreateContext",
+            "aclrtCreateEvent",
+            "aclrtCreateEventExWithFlag",
+            "aclrtCreateEventWithFlag",
+            "aclrtCreateStream",
+            "aclrtCreateStreamWithConfig",
+            "aclrtGetCurrentContext",
         )
     },
-}  # fmt: skip
+}
 
 
 def missing_tools() -> list[str]:

@@ -30,10 +30,25 @@ from knobs import Config
 from plan import parameters
 
 COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast", "gather",
-    "scatter", "barrier", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "_all_gather_base",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+)
 Call = tuple[tuple[int, ...], str]  # the ranks of the group, and the name of the collective with its sizes
 
 # ------------------------------------------------------------------------------------------------ the recorder

@@ -317,11 +317,26 @@ def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half")
 
 @kernel
 def npu_fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse=None, padding_mask=None,
-    atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0, pre_tockens: int = 2**31 - 1,
-    next_tockens: int = 2**31 - 1, inner_precise: int = 0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None,
-    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
-) -> tuple:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse=None,
+    padding_mask=None,
+    atten_mask: Tensor | None = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2**31 - 1,
+    next_tockens: int = 2**31 - 1,
+    inner_precise: int = 0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+) -> tuple:
     where = "npu_fusion_attention"
     require(input_layout == "BNSD" and sparse_mode in (0, 2) and keep_prob == 1.0, f"{where}: only what is asked for")
     KERNELS[f"{where}, sparse_mode {sparse_mode}"] = KERNELS.get(f"{where}, sparse_mode {sparse_mode}", 0) + 1
@@ -343,9 +358,15 @@ def npu_fusion_attention(
 
 @kernel
 def npu_grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], *, bias=None, group_list: Tensor | None = None, split_item: int = 0,
-    group_type: int | None = None, group_list_type: int = 0,
-) -> list[Tensor]:  # fmt: skip
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias=None,
+    group_list: Tensor | None = None,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+) -> list[Tensor]:
     where = "npu_grouped_matmul"
     require(isinstance(x, list) and isinstance(weight, list) and len(x) == len(weight) == 1, f"{where}: lists of one")
     require(bias is None and split_item in (2, 3) and group_list_type == 1, f"{where}: only what kernels.py asks for")

@@ -29,9 +29,22 @@ def varlen_attn(
 
 
 def varlen_attn_since_212(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
     """That of torch 2.12 and 2.13, which refuses fewer key/value heads unless it is told."""
     assert enable_gqa and seqused_k is block_table is num_splits is None
     places = cu_seq_q, cu_seq_k, max_q, max_k

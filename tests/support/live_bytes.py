@@ -80,6 +80,8 @@ def rollout_of(cfg: Config, shortest: int | None = None) -> Rollout:
         tokens=torch.randint(3, 250, (sequences, new), generator=torch.Generator().manual_seed(0)),
         logp=torch.full((sequences, new), -6.0),
         lengths=[new - i % (new - (shortest or new) + 1) for i in range(sequences)],
-        truncated=torch.zeros(sequences, dtype=torch.bool), rewards=torch.rand(prompts, group),
-        parsable=torch.ones(prompts, group), correct=torch.ones(prompts, group),
-    )  # fmt: skip
+        truncated=torch.zeros(sequences, dtype=torch.bool),
+        rewards=torch.rand(prompts, group),
+        parsable=torch.ones(prompts, group),
+        correct=torch.ones(prompts, group),
+    )

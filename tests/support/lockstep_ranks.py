@@ -58,8 +58,13 @@ def run(out_dir: str, model_dir: str) -> None:
         for call in CALLS:
             mine = prompts(call[rank], rank)
             forwards.clear()
-            answers = engine.sample(mine, seeds=[5 + i for i in range(len(mine))], num_samples=2,
-                                    max_new_tokens=NEW_TOKENS[rank], temperature=1.0)  # fmt: skip
+            answers = engine.sample(
+                mine,
+                seeds=[5 + i for i in range(len(mine))],
+                num_samples=2,
+                max_new_tokens=NEW_TOKENS[rank],
+                temperature=1.0,
+            )
             results.append(([[one.tokens for one in group] for group in answers], len(forwards)))
         if kind is VllmEngine:
             engine.close()

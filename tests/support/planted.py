@@ -39,9 +39,14 @@ from sampling_ranks import Apart, Bridge, Delivery, Samplers
 from weight_sync import Push
 
 FEW = {  # a step takes about 50 ms
-    "rollout__prompts_per_step": 4, "rollout__group_size": 2, "optim__prompts_per_update": 4,
-    "rollout__max_new_tokens": 4, "eval__samples": 0, "eval__num_questions": 1, "train__steps": 5,
-}  # fmt: skip
+    "rollout__prompts_per_step": 4,
+    "rollout__group_size": 2,
+    "optim__prompts_per_update": 4,
+    "rollout__max_new_tokens": 4,
+    "eval__samples": 0,
+    "eval__num_questions": 1,
+    "train__steps": 5,
+}
 LARGE = {"rollout__prompts_per_step": 32, "rollout__group_size": 8, "optim__prompts_per_update": 32}
 NOISE = {"aqn__schedule": "constant"}
 SURE = {"checks__off": ("entropy", "logp_gap", "reward_constant")}
@@ -130,19 +135,18 @@ def nan_in_one_expert(patch: MonkeyPatch) -> None:
 def engine_with(part: str, change: Callable[[Decoder, str, Tensor], Tensor], rank: int | None = None) -> Plant:
     """The engine takes ``change(engine, name, tensor)`` instead of every tensor with ``part`` in its name."""
     return instead(
-        Decoder, "load_weights",
+        Decoder,
+        "load_weights",
         lambda real, engine, stream: real(
             engine, [(name, change(engine, name, value) if part in name else value) for name, value in stream]
         ),
         rank,
-    )  # fmt: skip
+    )
 
 
 def engine_without_norms(rank: int | None = None) -> Plant:
     """After its first load, the engine ignores the norms that are pushed."""
-    return engine_with(
-        "norm", lambda engine, name, value: engine.slots[name].clone() if engine.ready else value, rank
-    )  # fmt: skip
+    return engine_with("norm", lambda engine, name, value: engine.slots[name].clone() if engine.ready else value, rank)
 
 
 def skip_push(real: Callable, sync: Push) -> None:
@@ -281,7 +285,8 @@ FAULTS: dict[str, Plant] = {
     "norms of another class are pushed for the noise": after(Push, "_push_policy", norms_of_another_class),
     "noise is watched at temperature 1": lambda patch: patch.setattr(weight_sync, "FLAT", 1.0),
     "the merge into shared memory has another scale": instead(
-        lora_megatron, "merge",
+        lora_megatron,
+        "merge",
         lambda real, w, a, b, scale, out=None: real(w, a, b, scale * (1 if out is None else 1.1), out),
     ),
     "the merge into shared memory is that of the push": instead(
@@ -321,7 +326,7 @@ FAULTS: dict[str, Plant] = {
     "experts of another rank": of_another_rank("expert", ".experts."),
     "columns of another rank": of_another_rank("tensor", "linear_proj"),
     "rows of another rank": of_another_rank("tensor", "linear_qkv"),
-}  # fmt: skip
+}
 
 
 def for_the_session(name: str) -> MonkeyPatch:

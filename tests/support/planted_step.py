@@ -153,9 +153,7 @@ def local_clip(real: Callable, trainer: Learner, step: int) -> float:
 
 def counts(name: str, count: Callable[[learner.Update], float]) -> Plant:
     """A loss is divided by another number."""
-    return after(
-        Learner, "_pack", lambda update, *_: update._replace(counts=update.counts | {name: count(update)})
-    )  # fmt: skip
+    return after(Learner, "_pack", lambda update, *_: update._replace(counts=update.counts | {name: count(update)}))
 
 
 def own_tokens(update: learner.Update) -> float:

@@ -105,10 +105,11 @@ def asks_held_out_by(method: str) -> Plant:
 def another_question(rank: int | None = None) -> Plant:
     """The last question is another one."""
     return after(
-        data_gsm8k, "read",
+        data_gsm8k,
+        "read",
         lambda found, data, split: ([*found[0][:-1], Row.worked(f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]),
         rank,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------ between ranks
@@ -143,9 +144,7 @@ def reverse_a_router(_: None, model: torch.nn.Module, *__) -> None:
 
 def in_the_second_save(change: Callable[[dict, dict], tuple[dict, dict]]) -> Plant:
     """What Learner.state returns is changed, from the second update on."""
-    return after(
-        Learner, "state", lambda found, learner: change(*found) if learner.optimizer_steps > 1 else found
-    )  # fmt: skip
+    return after(Learner, "state", lambda found, learner: change(*found) if learner.optimizer_steps > 1 else found)
 
 
 def changed(tensors: dict, part: str, change: Callable[[Tensor], Tensor]) -> dict:

@@ -18,12 +18,22 @@ HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_posi
 MODELS = {
     "qwen3": ("qwen3_moe", HEADS),  # a dense layer in the middle
     # Biases, a shared expert, a tied head, and a vocabulary and widths that vLLM pads.
-    "qwen2": ("qwen2_moe", HEADS | dict(hidden_size=128, vocab_size=131, moe_intermediate_size=40, mlp_only_layers=[],
-                                        shared_expert_intermediate_size=56, tie_word_embeddings=True)),
+    "qwen2": (
+        "qwen2_moe",
+        HEADS
+        | dict(
+            hidden_size=128,
+            vocab_size=131,
+            moe_intermediate_size=40,
+            mlp_only_layers=[],
+            shared_expert_intermediate_size=56,
+            tie_word_embeddings=True,
+        ),
+    ),
     "olmoe": ("olmoe", HEADS | dict(hidden_size=128)),
     "qwen2_no_qkv_bias": ("qwen2_moe", HEADS | dict(hidden_size=128, qkv_bias=False)),
     "qwen3_odd_widths": ("qwen3_moe", HEADS | dict(hidden_size=30, moe_intermediate_size=7)),
-}  # fmt: skip
+}
 DENSE = HEADS | dict(hidden_size=128, vocab_size=131, mlp_only_layers=[0, 1, 2])  # a qwen2_moe without experts
 FREE = dict(num_samples=2, max_new_tokens=12, temperature=1.0)
 

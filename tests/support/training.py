@@ -35,9 +35,17 @@ from runlog import Heartbeat, RunLog
 from tripwires import Tripped
 
 SIZES = dict(
-    vocab_size=304, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, num_experts=16,
-    experts_per_token=2, expert_width=16, warm_start_steps=0,
-)  # fmt: skip
+    vocab_size=304,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=8,
+    num_experts=16,
+    experts_per_token=2,
+    expert_width=16,
+    warm_start_steps=0,
+)
 STOP_TOKENS = list(range(2, 34))  # about one of nine tokens of a random model ends its answer
 real_score = reward_gsm8k.score
 
@@ -50,7 +58,11 @@ def config(model: Path, out_dir: Path, **changes: object) -> Config:
         "model": {"path": str(model), "dtype": "fp32"},
         "parallel": {"timeout_seconds": 120},
         "data": {
-            "source": "arithmetic", "max_prompt_tokens": 96, "num_train": 40, "num_test": 9, "operand_high": 20,
+            "source": "arithmetic",
+            "max_prompt_tokens": 96,
+            "num_train": 40,
+            "num_test": 9,
+            "operand_high": 20,
         },
         "rollout": {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 12},
         "lora": {"rank": 4, "alpha": 8.0, "expert_rank": 4},
@@ -58,7 +70,7 @@ def config(model: Path, out_dir: Path, **changes: object) -> Config:
         "optim": {"lr": 1e-2, "warmup_steps": 1, "prompts_per_update": 6, "tokens_per_micro_batch": 1024},
         "eval": {"samples": 1, "batch_size": 4},
         "train": {"steps": 3, "out_dir": str(out_dir), "checkpoint_every": 0},
-    }  # fmt: skip
+    }
     for key, value in changes.items():
         section, name = key.split("__")
         tree.setdefault(section, {})[name] = value

@@ -169,17 +169,28 @@ CASES: dict[str, dict] = {  # section -> what differs from config(); together ev
     },
     "gspo, seq-mean-token-mean, equal groups skipped": {
         "loss": {
-            "kind": "gspo", "advantage": "loo", "aggregate": "seq-mean-token-mean", "importance": "sequence",
-            "clip_low": 0.005, "clip_high": 0.005, "kl": "k3", "kl_coef": 0.1, "skip_equal_groups": True,
+            "kind": "gspo",
+            "advantage": "loo",
+            "aggregate": "seq-mean-token-mean",
+            "importance": "sequence",
+            "clip_low": 0.005,
+            "clip_high": 0.005,
+            "kl": "k3",
+            "kl_coef": 0.1,
+            "skip_equal_groups": True,
         },
     },
     "cispo, dr-grpo, truncated answers masked": {
         "loss": {
-            "kind": "cispo", "advantage": "none", "aggregate": "dr-grpo", "importance": "icepop", "kl": "none",
+            "kind": "cispo",
+            "advantage": "none",
+            "aggregate": "dr-grpo",
+            "importance": "icepop",
+            "kl": "none",
             "mask_truncated": True,
         },
     },
-}  # fmt: skip
+}
 GROUP, NEW_TOKENS = 4, 6
 PROMPTS = [[5, 9, 60], [7, 7, 3, 88, 21], [99, 4], [31, 32, 33, 34]]
 REWARDS = [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0.5, 0, 0, 1]]
@@ -194,17 +205,22 @@ def config(path: Path, case: str) -> Config:
         "device": "cpu",
         "model": {"path": str(path), "dtype": "fp32"},
         "rollout": {
-            "prompts_per_step": len(PROMPTS), "group_size": GROUP, "max_new_tokens": NEW_TOKENS, "temperature": 0.9,
+            "prompts_per_step": len(PROMPTS),
+            "group_size": GROUP,
+            "max_new_tokens": NEW_TOKENS,
+            "temperature": 0.9,
         },
         "lora": {
-            "targets": lora_reference.TARGETS, "rank": lora_reference.RANK, "alpha": lora_reference.ALPHA,
+            "targets": lora_reference.TARGETS,
+            "rank": lora_reference.RANK,
+            "alpha": lora_reference.ALPHA,
             "expert_rank": lora_reference.EXPERT_RANK,
         },
         "optim": {"lr": 1e-3, "warmup_steps": 0, "prompts_per_update": 2, "tokens_per_micro_batch": 24},
         "loss": {},
         "data": {"source": "arithmetic"},
         "train": {"steps": 1, "out_dir": str(path)},
-    }  # fmt: skip
+    }
     for section, changes in CASES[case].items():
         sections[section] |= changes
     return Config.model_validate(sections)

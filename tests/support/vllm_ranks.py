@@ -39,17 +39,24 @@ def main(out_dir: str, dense: str, *model_dirs: str) -> None:
     for model_dir in model_dirs:
         arch, tensors = hf_config.read(model_dir), load_file(Path(model_dir) / "model.safetensors")
         for tensor in (2, 1):
-            engine = VllmEngine(arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor,
-                                routed_experts=True)  # fmt: skip
+            engine = VllmEngine(
+                arch, model_dir, stop_tokens={9}, max_tokens=360, kv_cache_mib=4, tensor=tensor, routed_experts=True
+            )
             shared += [path.name for path in Path("/dev/shm").glob("grpo-*cpushm*")]  # a killed job would leave these
             mine = slice(dist.get_rank() // tensor, None, 2 // tensor)  # of this rank's replica
             for weights in (tensors, perturbed(tensors)):
                 engine.load_weights(weights.items())
-                answers = engine.sample(PROMPTS[mine], seeds=SEEDS[mine], num_samples=2, max_new_tokens=12,
-                                        temperature=1.0, return_routed_experts=True)  # fmt: skip
-                results.append([
-                    [(one.tokens, one.logp, one.routed_experts.tolist()) for one in group] for group in answers
-                ])  # fmt: skip
+                answers = engine.sample(
+                    PROMPTS[mine],
+                    seeds=SEEDS[mine],
+                    num_samples=2,
+                    max_new_tokens=12,
+                    temperature=1.0,
+                    return_routed_experts=True,
+                )
+                results.append(
+                    [[(one.tokens, one.logp, one.routed_experts.tolist()) for one in group] for group in answers]
+                )
             engine.close()
     total = torch.ones(1)
     dist.all_reduce(total)  # the trainer can still use the world
