@@ -6,8 +6,6 @@ fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows 
 converted in the same way. E experts, R rank.
 """
 
-import dataclasses
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -18,8 +16,7 @@ from torch import Tensor
 import lora_megatron
 import weights_hf
 from architecture import Architecture, Module, every_module, layers
-from checkpoint import Checkpoint
-from inputs.files import InputError, first_three
+from inputs.files import InputError
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel
@@ -211,60 +208,3 @@ def _sums(tensor: Tensor) -> Tensor:
         positions = torch.arange(first + 1, first + 1 + len(part), device=tensor.device)
         total += torch.stack([part.sum(), (part * positions).sum()])
     return total
-
-
-def _checksum_at(
-    name: str,
-    factor: Factor,
-    value: Tensor,
-    arch: Architecture,
-    parallel: Parallel,
-    rank: int,
-) -> tuple[int, int]:
-    """The checksum of the piece of the whole tensor ``value`` on another expert or tensor rank."""
-    if factor.is_expert:
-        there = dataclasses.replace(parallel, expert_rank=rank)
-    else:
-        there = dataclasses.replace(parallel, tensor_rank=rank)
-    (checksum,) = checksums([piece(name, factor, value, arch, there)])
-    return checksum
-
-
-@torch.no_grad()
-def not_saved(
-    saved: Checkpoint | None,
-    adapters: dict[str, Adapter],
-    live: list[tuple[str, str, Mapping[str, Tensor]]],
-    counts: dict[str, int],
-    arch: Architecture,
-    parallel: Parallel,
-) -> str:
-    """Names adapters, moments or counts that are not those of the checkpoint; "" if there are none. Collective.
-
-    ``live``: Learner.saved_parts, the tensors of this rank. Rank 0 alone needs ``saved``: it
-    cuts each of its tensors into the pieces of all ranks, and compares their checksums. So what `whole` puts together
-    is compared by its inverse, one tensor at a time.
-    """
-    factors = lora_megatron.factors(adapters)
-    named = {(name, kind, ending): values[name] for kind, ending, values in live for name in factors}
-    sums = dict(zip(named, checksums(list(named.values())), strict=True))
-    place = {key: getattr(parallel, key) for key in ("tensor_rank", "expert_rank")}
-    by_rank, misfits = parallel.gather_objects((place, sums)), []
-    if parallel.rank == 0 and saved is not None:
-        misfits = [
-            f"{key} {count} for {saved.state.get(key)}"
-            for key, count in counts.items()
-            if count != saved.state.get(key)
-        ]
-        stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
-        for name, kind, ending in sums:
-            factor, label = factors[name], f"{kind} {hf_name(name, arch)}{ending}"
-            value = stored.pop(label, None)
-            fits = value is not None and tuple(value.shape) == whole_shape(factor, parallel)
-            # A piece is cut once, however many ranks hold it.
-            key = "expert_rank" if factor.is_expert else "tensor_rank"
-            cut = functools.cache(functools.partial(_checksum_at, name, factor, value, arch, parallel))
-            fits = fits and all(cut(there[key]) == own[name, kind, ending] for there, own in by_rank)
-            misfits += [] if fits else [label]
-        misfits += sorted(stored)
-    return parallel.gather_objects(f"{first_three(misfits)}: not what {saved.path} holds" if misfits else "")[0]

@@ -7,6 +7,7 @@ the number of ranks nor the size of a micro-batch changes it. S = P x G sequence
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections import deque
@@ -22,10 +23,13 @@ import grpo
 import packing
 import rollout
 import routing_replay
+from adapter_weights import checksums
+from checkpoint import Checkpoint
 from engines.interface import Completion
 from inputs import functions
-from inputs.files import InputError, shown
+from inputs.files import InputError, first_three, shown
 from knobs import Config, OptimConfig
+from lora_megatron import whole_shape
 from policy import Policy
 from rollout import MicroBatch, Rollout
 from routing_replay import RouterLoad, RoutingReplay
@@ -394,6 +398,55 @@ class Learner:
         for age, factors in zip(range(len(self.stale_factors), 0, -1), self.stale_factors, strict=True):
             parts.append((f"adapter-behind-{age}", "", factors))
         return parts
+
+    @torch.no_grad()
+    def not_saved(self, saved: Checkpoint | None) -> str:
+        """Names adapters, moments or counts that are not those of ``saved``; "" if there are none. Collective.
+
+        Rank 0 alone needs ``saved``. It cuts each whole tensor into the pieces of all ranks and compares their
+        checksums, so what Policy.gathered puts together is compared by its inverse.
+        """
+        parallel = self.parallel
+        tensors = {}
+        for kind, ending, values in self.saved_parts():
+            for name, value in values.items():
+                tensors[kind, name, ending] = value
+        sums = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+        by_rank = parallel.gather_objects((parallel.tensor_rank, parallel.expert_rank, sums))
+        differences: list[str] = []
+        if parallel.rank == 0 and saved is not None:
+            differences = self._differences(saved, by_rank)
+        said = f"{first_three(differences)}: not what {saved.path} holds" if differences else ""
+        return parallel.gather_objects(said)[0]
+
+    def _differences(self, saved: Checkpoint, by_rank: list[tuple[int, int, dict]]) -> list[str]:
+        """What differs between ``saved`` and the ranks: (tensor rank, expert rank, checksum of each tensor)."""
+        differences = []
+        if (steps := saved.state.get("optimizer_steps")) != self.optimizer_steps:
+            differences.append(f"optimizer_steps {self.optimizer_steps} for {steps}")
+        stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
+        for kind, name, ending in by_rank[0][2]:
+            label = f"{kind} {adapter_weights.hf_name(name, self.arch)}{ending}"
+            whole = stored.pop(label, None)
+            sums = [(tensor, expert, of_rank[kind, name, ending]) for tensor, expert, of_rank in by_rank]
+            if whole is None or not self._fits(name, whole, sums):
+                differences.append(label)
+        return differences + sorted(stored)
+
+    def _fits(self, name: str, whole: Tensor, sums: list[tuple[int, int, tuple[int, int]]]) -> bool:
+        """Whether the pieces of ``whole`` have these checksums: (tensor rank, expert rank, checksum) of each rank."""
+        factor = self.policy.factors[name]
+        if tuple(whole.shape) != whole_shape(factor, self.parallel):
+            return False
+        pieces: dict[int, tuple[int, int]] = {}  # a piece is cut once, however many ranks hold it
+        for tensor_rank, expert_rank, checksum in sums:
+            key = expert_rank if factor.is_expert else tensor_rank
+            if key not in pieces:
+                there = dataclasses.replace(self.parallel, tensor_rank=tensor_rank, expert_rank=expert_rank)
+                [pieces[key]] = checksums([adapter_weights.piece(name, factor, whole, self.arch, there)])
+            if pieces[key] != checksum:
+                return False
+        return True
 
 
 def all_micro_batches(updates: list[Update]) -> Iterator[MicroBatch]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-import adapter_weights
 import checkpoint
 import data_gsm8k
 import device as devices
@@ -147,7 +146,7 @@ class Run:
         self.tripwires.state(after_steps, lambda: checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
 
         def compare(written: checkpoint.Checkpoint | None) -> None:
-            self.tripwires.state(after_steps, lambda: not_saved(learner, written))
+            self.tripwires.state(after_steps, lambda: learner.not_saved(written))
 
         if parallel.rank == 0:
             state = counts | {"checks": self.tripwires.messages}
@@ -215,7 +214,7 @@ def open_run(
     tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
     if saved:
         learner.restore(saved.tensors, saved.state)
-        tripwires.state(first_step, functools.partial(not_saved, learner, saved))
+        tripwires.state(first_step, functools.partial(learner.not_saved, saved))
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     tripwires.state(first_step, lambda: policy.unequal(frozen=True))
     if bridge:
@@ -229,18 +228,6 @@ def open_run(
     held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
     log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
-
-
-def not_saved(learner: Learner, saved: checkpoint.Checkpoint | None) -> str:
-    """What adapter_weights.not_saved finds: where ``saved``, which rank 0 has, differs from the learner. Collective."""
-    return adapter_weights.not_saved(
-        saved,
-        learner.policy.adapters,
-        learner.saved_parts(),
-        {"optimizer_steps": learner.optimizer_steps},
-        learner.arch,
-        learner.parallel,
-    )
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:
