@@ -248,7 +248,8 @@ PLANTED = "0 (the benchmark plants it: benchmarks/planted_fault.py)"
 
 # Keys that are gone, with the value that they have now. Records of then have them.
 REMOVED = {
-    "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1, "tiny_model.words_per_batch": 64,
+    "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1,
+    "data.prompt_template": "Question: {question}\nAnswer:", "tiny_model.words_per_batch": 64,
     "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
     "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,

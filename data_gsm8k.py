@@ -27,6 +27,8 @@ from knobs import GENERATED, DataConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROMPT = "Question: {question}\nAnswer:"  # of a tokenizer without a chat template
+
 NAMES = ["Tom", "Mia", "Ben", "Eva", "Sam", "Lily", "Max", "Anna"]
 ITEMS = ["apples", "pens", "books", "coins", "eggs", "cards", "shells", "stamps"]
 TEMPLATES = {
@@ -239,7 +241,7 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of the prompt: the system turn, then the worked `examples`, then the other turns of the question.
 
-    Their text comes from the tokenizer's chat template, or from data.prompt_template if the tokenizer has none. It is
+    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. It is
     tokenized without further special tokens, so the model gets what the template shows and no additional BOS.
     """
     turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
@@ -305,13 +307,13 @@ def _needs_bool(name: str, value: Any, template: str) -> bool:
 
 
 def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:
-    """The turns in data.prompt_template, with an empty line after the system text and each worked answer."""
+    """The turns in PROMPT, with an empty line after the system text and each worked answer."""
     if data.chat_template_kwargs:
         raise InputError(
             f"data.chat_template_kwargs: found {', '.join(data.chat_template_kwargs)}; needed: none, this tokenizer "
             "has no chat template"
         )
-    forms = {"system": "{question}\n\n", "user": data.prompt_template, "assistant": " {question}\n\n"}
+    forms = {"system": "{question}\n\n", "user": PROMPT, "assistant": " {question}\n\n"}
     # Not str.format, which would interpret other braces of the template.
     return "".join(forms[role].replace("{question}", text) for role, text in turns)
 

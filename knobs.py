@@ -72,7 +72,6 @@ class DataConfig(Section):
     test_path: Paths = knob("", "gsm8k, file: .jsonl, .json or .parquet file of the held-out questions, or a list")
     max_prompt_tokens: int = knob(512, "longest prompt in tokens, chat template included", ge=1, le=2**20)
     overlong_prompts: Literal["refuse", "drop"] = knob("refuse", "whether a longer prompt stops the run or is left out")
-    prompt_template: str = knob("Question: {question}\nAnswer:", "used only if the tokenizer has no chat template")
     chat_template_kwargs: dict[str, Any] = knob(
         {}, "variables of the chat template, e.g. {enable_thinking: false} for a hybrid model such as Qwen3-30B-A3B"
     )

@@ -22,7 +22,6 @@ LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
 LARGEST_TINY_MODEL = 1e9  # parameters
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
-FIELD = re.compile(r"(?<![\\\w^_{}])\{\w*([.!:\[][^{}\s]*)?\}")  # looks like a field of str.format; \boxed{N} does not
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
 ENGINE_TORCH = "(or rollout.engine torch)"
@@ -174,11 +173,6 @@ def _data(cfg: Config) -> Iterator[str]:
     unusable = [f"{name}: {shown(path)}" for name, path in cfg.eval.sets.items() if not (path and NAME.fullmatch(name))]
     if unusable:
         yield f"eval.sets: found {', '.join(unusable)}; needed: names of letters, digits, . _ and -, each with a file"
-    if "{question}" not in data.prompt_template:
-        yield f"data.prompt_template: {data.prompt_template!r} does not contain {{question}}"
-    fields = [field[0] for field in FIELD.finditer(data.prompt_template.replace("{question}", " "))]
-    if fields:
-        yield f"data.prompt_template: {', '.join(fields)} is not replaced; needed: {{question}} alone"
     if data.operations_low > data.operations_high:
         yield f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}"
     count = data.num_train

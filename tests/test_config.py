@@ -190,7 +190,6 @@ def other_values(cfg: Config) -> dict[str, object]:
         "optim.betas": "[0.8, 0.95]",
         "optim.decay": "linear",
         "optim.prompts_per_update": 16,
-        "data.prompt_template": "'{question}!'",
         "data.max_prompt_tokens": 65,
         "tiny_model.num_heads": 8,
         "tiny_model.num_kv_heads": 1,

@@ -193,7 +193,6 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         (["data.train_path=[a, 5]"], "data.train_path: expected a path or a list of paths, found ['a', 5]"),
         (["eval.sets={math: []}"], "eval.sets.math: expected a path or a list of paths, found []"),
         (["eval.sets={a/b: c.jsonl, math: ''}"], "eval.sets: found a/b: 'c.jsonl', math: ''; needed: names of letters"),
-        (["data.prompt_template='Q:'"], "does not contain {question}"),
         (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
         (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),
         (  # 4096 x (2 x 131072 + 3 x 4 x 100 x 200 of experts + 4 x 4 x 100 x 100 of attention)
