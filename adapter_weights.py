@@ -6,7 +6,6 @@ fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows 
 converted in the same way. E experts, R rank.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -23,12 +22,6 @@ from parallel_setup import Factor, Parallel
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
 SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers
-
-
-def target_of(arch: Architecture, name: str) -> str:
-    """The member of lora.targets that adapts a Hugging Face tensor; "" if none does."""
-    block = re.sub(r"\.experts\.\d+\.", ".experts.{}.", name.removeprefix("model.layers.").partition(".")[2])
-    return next((m.target for m in every_module(arch) if block.removesuffix(".weight") in m.blocks), "")
 
 
 def hf_name(name: str, arch: Architecture) -> str:

@@ -53,8 +53,6 @@ OPERATIONS = {"+": operator.add, "-": operator.sub}
 LOWEST_OPERAND = 1
 ONE = (1, 1)  # the fewest and the most operations of a question
 MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
-
-
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 

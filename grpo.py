@@ -65,13 +65,13 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty:
     return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(min=0, max=1)
 
 
-# ------------------------------------------------------------------------------------------------------------------- KL
 def shuffled(rewards: Tensor, seed: int) -> Tensor:
     """The control experiment: the same rewards, shuffled over all completions of the step.  (P, G) -> (P, G)"""
     order = torch.randperm(rewards.numel(), generator=torch.Generator().manual_seed(seed))
     return rewards.flatten()[order].view_as(rewards)
 
 
+# ------------------------------------------------------------------------------------------------------------------- KL
 def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) for tokens drawn from the policy.  (B, T) -> (B, T)
 

@@ -1,4 +1,4 @@
-"""The policy under training: how a rollout becomes optimizer steps on the LoRA adapters.
+"""How a rollout becomes optimizer steps on the LoRA adapters of a policy.
 
 The loss of an update is one number over all its tokens on all ranks. Each micro-batch adds its share of it, so neither
 the number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b rows, T tokens of a row.
@@ -38,18 +38,18 @@ from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
-LOSSES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
+MEANS_OVER_UPDATES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
 
 class Update(NamedTuple):
-    """The share of this rank in one optimizer step."""
+    """One optimizer step."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # of this rank
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
     trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
-class Losses(NamedTuple):
+class LossShare(NamedTuple):
     """What one micro-batch adds to its update."""
 
     loss: Tensor  # its share of the loss
@@ -73,17 +73,20 @@ class Learner:
         self.optimizer_steps = 0
         self.is_restored = False
         self.reference_gap: float | None = None  # see _reference_gap; None: no reference pass has been compared yet
-        # The factors before each of the last rollout.staleness steps, the oldest first.
+        # The factors before each of the last rollout.staleness training steps, the oldest first.
         self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
-        """A context in which the adapters are those that have sampled: of rollout.staleness steps ago."""
+        """A context in which the adapters are those of rollout.staleness training steps ago.
+
+        Before a step, they are about to sample. During it, until _keep_factors, they have sampled its rollout.
+        """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
     def _keep_factors(self) -> None:
-        """Keep the factors for the rollout that they will have sampled rollout.staleness steps ago."""
+        """Keep a copy of the factors: they sample the rollout of rollout.staleness training steps later."""
         if len(self.stale_factors) < self.cfg.rollout.staleness:
             self.stale_factors.append(self.policy.copied_factors())
         elif self.stale_factors:  # the oldest one's memory takes the newest one
@@ -102,11 +105,15 @@ class Learner:
         per_update = self.cfg.optim.prompts_per_update * self.cfg.rollout.group_size
         updates = []
         for first in range(0, len(advantages), per_update):
-            updates.append(self._pack(batch, completions, list(range(first, first + per_update)), advantages))
+            sequences = list(range(first, first + per_update))
+            updates.append(self._prepare(batch, completions, sequences, advantages))
         self.trained = [sequence for update in updates for sequence in update.trained]
         trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
+
+        # Log-probs that stay the same while this rollout is learned.
+        self._add_stale_logp(updates, timer)
+        self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
         self._add_old_logp(updates, timer)
-        self._keep_factors()
         self._add_reference_logp(updates, timer)
 
         sums: dict[str, Tensor] = {}
@@ -114,11 +121,14 @@ class Learner:
         for update in updates:
             for micro in update.micro_batches:
                 with timer.phase("update"):
-                    losses = self._backward(micro, update.counts)
-                for name, value in losses.metrics.items():
-                    share = 1 / len(updates) if name in LOSSES else update.counts["num_tokens"] / max(1, trained_tokens)
-                    sums[name] = sums.get(name, 0) + value * share
-                largest_gap = torch.maximum(largest_gap, losses.largest_gap)
+                    loss = self._backward(micro, update.counts)
+                for name, value in loss.metrics.items():
+                    if name in MEANS_OVER_UPDATES:
+                        weight = 1 / len(updates)
+                    else:  # it was divided by the update's tokens, and becomes a mean over all trained tokens
+                        weight = update.counts["num_tokens"] / max(1, trained_tokens)
+                    sums[name] = sums.get(name, 0) + value * weight
+                largest_gap = torch.maximum(largest_gap, loss.largest_gap)
             with timer.phase("update"):
                 self.parallel.sync_gradients_(self.parameters)
                 norms.append(self._step(step))
@@ -128,19 +138,19 @@ class Learner:
         if self.replay:
             metrics["replay/differing_frac"] = self.replay.differing_share()
         metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
-        self.router_load.by_layer = {}
         if trained_tokens:
             metrics |= self.router_load.metrics()
         else:  # without a trained token these metrics mean nothing
             metrics = {}
+            self.router_load.by_layer = {}
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         return metrics
 
-    def _pack(
+    def _prepare(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
-        """The share of this rank in the update on ``sequences``. Skipped groups count in the loss, as 0."""
+        """The update on ``sequences``. Skipped groups add nothing to the loss, but count in what it is divided by."""
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
@@ -156,7 +166,7 @@ class Learner:
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> list[MicroBatch]:
-        """The share of this rank in forward passes over ``sequences``; every rank gets as many micro-batches."""
+        """The rows of this rank in forward passes over ``sequences``. All ranks get equally many micro-batches."""
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
@@ -185,40 +195,46 @@ class Learner:
         """Let the forward passes of ``micro`` compute a packed sequence of tokens instead of padded rows."""
         micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
         if micro.routes is not None:
+            # 1 where a row's token has a route; a prompt's token stands for several rows.
             micro.replayed = micro.packing.pack(micro.replayed) * micro.packing.num_rows
             micro.routes = micro.packing.pack(micro.routes)
 
     # -------------------------------------------------------------------------------------------- forward passes
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
-        """A context in which ``micro`` replays its routes, if any. ``count``: and counts where the router differs."""
+        """A context in which ``micro`` replays its routes. ``count``: and counts, once, where the router differs.
+
+        Without replay, and in a micro-batch without rows, there are no routes.
+        """
         if micro.routes is None:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
-    def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Give the micro-batches the log-probs of the policy that sampled, and of the policy before its first update.
-
-        They are the same ones, unless the policy that sampled is older. In the first update the ratio of new and old
-        policy is 1 without a pass. Under replay r2 the pass also records the routes, of all updates.
-        """
-        cfg = self.cfg
-        if cfg.rollout.staleness:
-            with self.sampling_policy(), timer.phase("old_logp"):
-                for micro in all_micro_batches(updates):
-                    micro.sampled_logp = self._logp(micro)
-        if not cfg.old_policy_share:
+    def _add_stale_logp(self, updates: list[Update], timer: StepTimer) -> None:
+        """Log-probs of the older policy that sampled: for the metrics of the gap to the sampler, not for the loss."""
+        if not self.cfg.rollout.staleness:
             return
-        with timer.phase("old_logp"):
-            if cfg.replay.mode == "r2":
+        with self.sampling_policy(), timer.phase("old_logp"):
+            for micro in all_micro_batches(updates):
+                micro.stale_logp = self._logp(micro)
+
+    def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
+        """Log-probs of the policy before its first optimizer step, which the ratios of later updates are relative to.
+
+        The first update has no such pass: its own log-probs are those of that policy, so its ratio is 1. Under replay
+        r2 all updates have the pass, because it also records their routes.
+        """
+        if self.cfg.replay.mode == "r2":
+            with timer.phase("old_logp"):
                 for micro in all_micro_batches(updates):
                     self._record_routes(micro)
-            else:
+        elif len(updates) > 1:
+            with timer.phase("old_logp"):
                 for micro in all_micro_batches(updates[1:]):
                     micro.old_logp = self._logp(micro)
 
     def _add_reference_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Give the micro-batches the log-probs of the base model, on the routes of the update. Collective."""
+        """Log-probs of the base model, on the routes of the update."""
         if self.cfg.loss.kl == "none":
             return
         with timer.phase("reference"):
@@ -226,26 +242,27 @@ class Learner:
                 for micro in update.micro_batches:
                     with self.policy.reference():
                         micro.ref_logp = self._logp(micro)
+                    # Once in a run, on the first micro-batch that trains.
                     if self.reference_gap is None and update.trained and "reference_kl" not in self.cfg.checks.off:
                         self.reference_gap = self._reference_gap(micro)
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs of the adapters as they are, on the routes of ``micro`` where it replays them.  -> (b, T)"""
+        """Log-probs of the adapters that the surrounding context has set, on the routes of ``micro``.  -> (b, T)"""
         with self._routed(micro):
             return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
     def _record_routes(self, micro: MicroBatch) -> None:
-        """The same on the trainer's own routes, which ``micro`` replays from now on."""
+        """Give ``micro`` old_logp on the trainer's own routes, and these routes, which it replays from now on."""
         micro.replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), len(micro.replayed))
         micro.old_logp = stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
-        """Mean difference of ref_logp from a policy with adapters that change nothing, nats a token. Collective.
+        """Mean difference of ref_logp from a policy whose B is 0, so that its adapters change nothing, nats a token.
 
-        The adapters of a new run must change nothing as they are; those of a resumed run do so while B is 0.
+        In a new run B is 0 as it is, which is checked by this; in a resumed run it is set to 0. Collective.
         """
         unchanged = dict(self.policy.factors)
         for name, factor in unchanged.items():
@@ -256,22 +273,23 @@ class Learner:
         total, tokens = self.parallel.sum_over_data(torch.stack([gap.sum(), micro.mask.sum()])).tolist()
         return total / tokens
 
-    def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> Losses:
+    def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
         """Add the gradients of ``micro``'s share of the loss."""
         with self._routed(micro, count=True):
-            losses = self._loss(micro, counts)
-            losses.loss.backward()  # under replay too: activation recompute routes the tokens again
+            share = self._loss(micro, counts)
+            share.loss.backward()  # under replay too: activation recompute routes the tokens again
         if micro.packing is not None:
             micro.packing.release_mask()
-        return losses._replace(loss=losses.loss.detach())  # frees the autograd graph before the next forward pass
+        return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
-    def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> Losses:
+    def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
         """The share of ``micro`` in the loss and in the metrics. ``counts``: see Update."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self.policy.logprobs(micro)
         logp, entropy = stats.logp, stats.entropy  # (b, T) twice
-        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
+        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp  # None: the first update
+        # The sampler is the behaviour policy: the weights correct its rounding, its noise and its staleness.
         weights = grpo.rollout_weights(
             old_logp,
             micro.rollout_logp,
@@ -305,8 +323,8 @@ class Learner:
             metrics["actor/kl_loss"] = mean(kl.detach())
         if loss_cfg.entropy_coef:
             loss = loss - loss_cfg.entropy_coef * combined(entropy)
-        sampled_logp = old_logp if micro.sampled_logp is None else micro.sampled_logp
-        gap = (sampled_logp - micro.rollout_logp).abs() * micro.mask
+        trainer_logp = old_logp if micro.stale_logp is None else micro.stale_logp  # of the policy that sampled
+        gap = (trainer_logp - micro.rollout_logp).abs() * micro.mask
         metrics |= {"actor/loss": loss.detach(), "actor/entropy": mean(entropy.detach())}
         metrics["rollout/logp_gap_mean"] = mean(gap)
         if loss_cfg.corrects:
@@ -315,13 +333,16 @@ class Learner:
                 metrics["rollout/importance_masked_frac"] = mean((weights == 0) * micro.mask)
             else:
                 metrics["rollout/importance_clip_frac"] = mean((weights >= loss_cfg.importance_clip) * micro.mask)
-        return Losses(loss, metrics, gap.amax())
+        return LossShare(loss, metrics, gap.amax())
 
     # -------------------------------------------------------------------------------------------- the optimizer
 
     @torch.no_grad()
     def _step(self, step: int) -> float:
-        """Clip the gradient, take one AdamW step, and return the gradient's norm before the clipping."""
+        """Clip the gradient, take one AdamW step, and return the gradient's norm before the clipping.
+
+        The learning rate depends on the training ``step``, so all optimizer steps of a rollout have the same one.
+        """
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
             raise Tripped(
@@ -373,9 +394,9 @@ class Learner:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
         steps = counts.get("optimizer_steps")
         known = type(steps) is int and 0 <= steps < 2**31
-        if known:  # the policies of the last steps
+        if known:
             done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
-            for _ in range(min(done, self.cfg.rollout.staleness)):
+            for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
                 self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
         if not known or tensors.keys() != needed.keys():

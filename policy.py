@@ -77,18 +77,20 @@ class Policy:
     def copied_factors(self) -> dict[str, Tensor]:
         return {name: factor.detach().clone() for name, factor in self.factors.items()}
 
-    def whole(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each whole factor by its name in a checkpoint; or the whole of ``values``, which have the factors' shapes.
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole factor by its name in a checkpoint.
 
         One tensor is gathered at a time. Collective: every rank reads to the end. A tensor may share a factor's memory.
         """
-        values = self.factors if values is None else values
         for name, factor in self.factors.items():
-            whole = adapter_weights.whole(name, factor, values[name].detach(), self.arch, self.parallel)
+            whole = adapter_weights.whole(name, factor, factor.detach(), self.arch, self.parallel)
             yield hf_name(name, self.arch), whole
 
     def gathered(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """The tensors of `whole`, on the host of rank 0; the other ranks get None. The device holds one at a time."""
+        """The same on the host of rank 0, or of ``values`` with the factors' shapes; the other ranks get None.
+
+        The device holds one tensor at a time.
+        """
         for name, value in (self.factors if values is None else values).items():
             factor = self.factors[name]
             whole = adapter_weights.whole(name, factor, value.detach(), self.arch, self.parallel, join_on_host=True)

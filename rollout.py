@@ -38,7 +38,7 @@ class Rollout:
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
     correct: Tensor  # (P, G) 1 where it is right
-    replica_ranks: int = 1  # ranks that have the same completions: those that sampled them together
+    ranks_alike: int = 1  # ranks that have the same completions: those that sampled them together
 
     def row_length(self, sequence: int) -> int:
         """Tokens of prompt and completion."""
@@ -53,7 +53,7 @@ class MicroBatch:
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
-    sampled_logp: Tensor | None = None  # (b, T) the trainer's log-probs of an older policy, which has sampled
+    stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
     old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
     ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
     packing: Packing | None = None  # how the rows become one packed sequence of M tokens
@@ -111,10 +111,10 @@ def sample_step(
     """The rollout of ``step``, after at most rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
 
     A round replaces the groups that are all right or all wrong by groups of questions that the step has not asked; if
-    too few such questions are left, the last groups stay. What is asked and drawn depends on the seed,
-    the step, the round and the outcomes before, which all ranks know: they take the same rounds, and engines that
-    sample in lockstep are called equally often. The rank that owns a prompt samples all of its groups, so replicas can
-    have unequal work in a further round. Groups that are still equal after the last round stay in the batch.
+    too few such questions are left, the last groups stay. What is asked and drawn depends on the seed, the step, the
+    round and the outcomes before, which all ranks know: they take the same rounds, and engines that sample in lockstep
+    are called equally often. The rank that owns a prompt samples all of its groups, so replicas can have unequal work
+    in a further round. Groups that are still equal after the last round stay in the batch.
     """
     settings = cfg.rollout
     draw = functools.partial(
@@ -225,7 +225,7 @@ def sample(
         rewards=reals[..., longest],
         parsable=reals[..., longest + 1],
         correct=reals[..., longest + 2],
-        replica_ranks=settings.tensor,
+        ranks_alike=settings.tensor,
     )
     return batch, completions
 

@@ -207,7 +207,7 @@ def collect(
     The tensor ranks of a data rank train the same sequences. All ranks of a replica have its completions, and the first
     of them sends the routes.
     """
-    group, replicas = batch.rewards.shape[1], parallel.world_size // batch.replica_ranks
+    group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
         sequence: [data_rank * parallel.tensor + i for i in range(parallel.tensor)]
         for share in shares
@@ -215,11 +215,11 @@ def collect(
         for sequence in sequences
     }
     records = {
-        (parallel.rank // batch.replica_ranks + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
+        (parallel.rank // batch.ranks_alike + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
         for i, answers in enumerate(own)
         for j, answer in enumerate(answers)
     }
-    owner = {sequence: sequence // group % replicas * batch.replica_ranks for sequence in needed_by}
+    owner = {sequence: sequence // group % replicas * batch.ranks_alike for sequence in needed_by}
     shapes = {
         sequence: (batch.row_length(sequence) - 1, sum(arch.moe_layers), arch.experts_per_token)
         for sequence in needed_by

@@ -189,21 +189,8 @@ def git_state() -> tuple[dict[str, Any], bytes]:
     commit = git("rev-parse", "HEAD").decode().strip()
     if not commit:
         return {"commit": None, "dirty": None}, b""
-    patch = git(
-        "-c",
-        "color.ui=false",
-        "-c",
-        "diff.noprefix=false",
-        "-c",
-        "diff.mnemonicPrefix=false",
-        "diff",
-        "--no-ext-diff",
-        "--no-textconv",
-        "--binary",
-        "HEAD",
-        "--",
-        ".",
-    )
+    plain = "-c color.ui=false -c diff.noprefix=false -c diff.mnemonicPrefix=false".split()
+    patch = git(*plain, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", ".")
     untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
     # `git apply` skips the lines before the first "diff".
     whole = b"".join(b"# untracked: %s\n" % name for name in untracked) + patch

@@ -1,10 +1,10 @@
 """The last rollout.ranks ranks sample, one step ahead of the others, which train.
 
-The sampling of a rollout, with the policy before the last update, takes place while the trainers
-learn from the rollout before. The two sides are worlds of their own, each with its layout. They meet twice a step at a
-Bridge, in a fixed order: the policy's factors go to the samplers, and a scored rollout comes back. There is no queue
-and no clock, so a run repeats itself to the byte, and equals a run with rollout.staleness 1 whose ranks do both. Here
-steps count from 0, and a policy's version is the number of steps after which it had these factors.
+The sampling of a rollout, with the policy before the last update, takes place while the trainers learn from the rollout
+before. The two sides are worlds of their own, each with its layout. They meet twice a step at a Bridge, in a fixed
+order: the policy's factors go to the samplers, and a scored rollout comes back. There is no queue and no clock, so a
+run repeats itself to the byte, and equals a run with rollout.staleness 1 whose ranks do both. Here steps count from 0,
+and a policy's version is the number of steps after which it had these factors.
 """
 
 import dataclasses
@@ -238,7 +238,7 @@ class Apart:
         self.tripwires.after_push(step, checksums, metrics)
         self.seconds = found.seconds
         # Each rank has other completions now, however many ranks of the samplers had the same ones.
-        batch = dataclasses.replace(sampled.batch, replica_ranks=1)
+        batch = dataclasses.replace(sampled.batch, ranks_alike=1)
         return sampled._replace(batch=batch, completions=completions), metrics
 
     def _receive_rollout(self, what: str) -> tuple[Delivery, list[list[Completion]]]:

@@ -43,7 +43,7 @@ def train(run: Run) -> None:
 
         # 2. Sample and score G completions for each of P questions.
         with timer.phase("generate"):
-            sampled, pushed = sampler.sample(step)
+            sampled, push_metrics = sampler.sample(step)
             run.check_questions(step, sampled)
         batch = sampled.batch
 
@@ -56,7 +56,7 @@ def train(run: Run) -> None:
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
-        metrics = run.record(step, sampled, updated | pushed, timer)
+        metrics = run.record(step, sampled, updated | push_metrics, timer)
         run.check(step, batch.rewards, metrics)
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.evaluate(after_steps=step + 1)

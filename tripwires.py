@@ -249,7 +249,7 @@ class Tripwires:
                 f"step {step + 1}: before the first update, reference and policy without the LoRA update differ by "
                 f"{gap:.2g} nats a token, at most {most:g} expected",
                 "whether new adapters start at 0, and the reference is the same model with its adapters off and with "
-                "the routes that the reference replays",
+                "the routes of the update",
             )
 
     def _column(self, key: str, default: float = math.nan) -> list[float]:

@@ -73,10 +73,10 @@ def lost_experts(right: Function) -> Function:
 def altered_evaluation(right: Function) -> Function:
     """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained."""
 
-    def evaluate(run: Any, after_steps: int) -> None:
-        if after_steps:  # the policy before the first step is the base model, and has not been pushed with noise yet
-            run.sampler.weights.push(after_steps, run.inputs.held_out[0].prompt)
-        right(run, after_steps)
+    def evaluate(colocated: Any, version: int) -> Any:
+        if version:  # the policy before the first step is the base model, and has not been pushed with noise yet
+            colocated.sampler.push(version)
+        return right(colocated, version)
 
     return evaluate
 
@@ -227,9 +227,9 @@ FAULTS = {
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
     "foreign_routes": Fault("routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
-    "altered_evaluation": Fault("startup.Run.evaluate", altered_evaluation),
-    "rounded": Fault("startup.Push", rounded, BITS),
-    "rounded_down": Fault("startup.Push", rounded_down, BITS),
+    "altered_evaluation": Fault("sampler.Colocated.evaluate", altered_evaluation),
+    "rounded": Fault("sampler.Push", rounded, BITS),
+    "rounded_down": Fault("sampler.Push", rounded_down, BITS),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }

@@ -232,13 +232,13 @@ class _Learner(Learner):
         self.meter.enter("backward")
         return result
 
-    def _pack(self, *args) -> Update:
+    def _prepare(self, *args) -> Update:
         """Packing reads values, so real rows are packed on the host; then the device gets tensors of these shapes."""
         fake = torch._guards.detect_fake_mode()
         device = self.parallel.device
         on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))
         with _disable_current_modes(), mock.patch.object(self, "parallel", on_host):
-            update = super()._pack(*args)
+            update = super()._prepare(*args)
         (micro,) = update.micro_batches
         for owner in (micro, micro.packing):
             on_device = tree_map_only(Tensor, lambda tensor: fake.from_tensor(tensor).to(device), vars(owner))
@@ -267,7 +267,7 @@ def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
         advantages = torch.zeros(len(batch.lengths))
     # One update a step needs no pass of the old policy, but a step of the configuration may have several updates.
     if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # under r2, update makes this pass
-        (micro,) = learner._pack(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
+        (micro,) = learner._prepare(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
         with meter.phase("old policy"):
             learner._logp(micro)
         del micro

@@ -296,9 +296,9 @@ def refuse(cfg: Config, ranks: int) -> None:
 def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
     """Write the model, compare trainer and sampler, and remove the model."""
     writes = os.environ.get("LOCAL_RANK", "0") == "0"  # on every node
-    if writes:
-        write_model(cfg, folder)
     try:
+        if writes:
+            write_model(cfg, folder)
         torch.distributed.barrier()
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)})})
         arch = hf_config.read(folder)
@@ -306,7 +306,7 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
         figures = compare(cfg, arch, parallel)
     finally:
         if writes:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # after an error it may be missing
     lines = as_text(figures)
     return launched.Answer(not figures["wrong"], "\n".join(lines), figures | {"text": lines})
 

@@ -19,22 +19,8 @@ from config import command, command_line, resolve_config
 from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = [
-    "-m",
-    "device",
-    "-p",
-    "no:xdist",
-    "-p",
-    "no:cacheprovider",
-    "-W",
-    "default",
-    "--disable-warnings",
-    "--quiet",
-    "--no-header",
-    "--tb=no",
-    "-rfE",
-    "--capture=sys",
-]
+OPTIONS = "-m device -p no:xdist -p no:cacheprovider -W default --disable-warnings --quiet --no-header".split()
+OPTIONS += ["--tb=no", "-rfE", "--capture=sys"]
 
 
 @command

@@ -15,7 +15,7 @@ class Kind(NamedTuple):
     splits: bool = False  # rollout.tensor ranks share a replica; otherwise each rank has one
     reserves: bool = False  # takes rollout.kv_cache_mib, and room for graphs, at its start; otherwise wave by wave
     refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
-    prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights, unless something alters them
+    prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights
     packs_on: tuple[str, ...] = ()  # devices on which it packs its experts, so that a trainer cannot compute with them
     packages: str = ""  # the set of packages that setup_cpu.sh installs for it
 

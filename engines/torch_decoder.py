@@ -41,9 +41,8 @@ class Decoder:
         self.cache = LineCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
-        self.locations: dict[
-            str, tuple[int, str, Any]
-        ] = {}  # Hugging Face name -> its layer, part, and index in the part
+        # Hugging Face name -> its layer, part, and index in the part
+        self.locations: dict[str, tuple[int, str, Any]] = {}
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
@@ -236,9 +235,8 @@ class Decoder:
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
             is_packed = (position >= shared) & (position < lengths[part, None]) | in_bf16  # (p, T)
             is_packed[0, :shared] = True
-            source = is_packed.flatten().nonzero()[
-                :, 0
-            ]  # (M,) index in the packed sequence -> index in the flattened rows
+            # (M,) index in the packed sequence -> index in the flattened rows
+            source = is_packed.flatten().nonzero()[:, 0]
             index = torch.where(position < shared, position, is_packed.flatten().cumsum(0).view_as(is_packed) - 1)
             x, routes = F.embedding(ids[part].flatten()[source], self.embedding), []  # (M, h)
             cos, sin = (table[source % longest, None] for table in (caches[0].cos, caches[0].sin))  # (M, 1, D)

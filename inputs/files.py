@@ -195,6 +195,7 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
             for path in filling.iterdir():
                 fsync_path(path)
             os.rename(filling, target)
+            fsync_path(target.parent)
         except BaseException:
             shutil.rmtree(filling, ignore_errors=True)
             raise

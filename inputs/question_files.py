@@ -199,7 +199,9 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
 
 
 def _column(row: dict[str, Any], name: str) -> Any:
-    """The value of a column, None if there is none; a name with dots leads into objects."""
+    """The value of a column, None if there is none, or for no name; a name with dots leads into objects."""
+    if not name:
+        return None
     value: Any = row
     for part in [name] if name in row else name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -130,10 +130,13 @@ class Scorer:
 
     def close(self) -> None:
         """End the processes. They also end with the process that started them."""
-        if self.workers:
-            self.threads.terminate()
+        if not self.workers:
+            return
+        self.threads.terminate()
         for worker in self.workers:
-            worker.process.kill()
+            worker.process.kill()  # so that no thread waits for an answer
+        self.threads.join()
+        for worker in self.workers:
             worker.end()
 
 
@@ -168,7 +171,12 @@ class Worker:
         if self.process.poll() is not None:
             self.start()
             self.wait_for_start()
-        with contextlib.suppress(OSError):  # the process has just ended: then there is no answer either
+        try:
+            self.connection.send(tuple(call))
+        except OSError:  # the process has just ended
+            self.end()
+            self.start()
+            self.wait_for_start()
             self.connection.send(tuple(call))
         return self.answer(seconds)
 
@@ -232,6 +240,6 @@ def result_of(function: Callable[..., Any], call: tuple) -> Score | Failure:
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     if not math.isfinite(score.reward):
         return Failure(f"returned {score.reward}; needed: a finite number")
-    if (reward, found, correct) != tuple(score):  # a text is not equal to the number in it
+    if isinstance(reward, str | bytes) or (found, correct) != (score.found, score.correct):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     return score

@@ -5,6 +5,7 @@
 The exit code is 128 + the number of a signal that ended the rank, or this process. The run_*.sh scripts start this.
 """
 
+import io
 import logging
 import signal
 import sys
@@ -16,6 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def launch(arguments: list[str]) -> int:
     """Start torchrun with these arguments.  -> the exit code"""
+    for stream in (sys.stdout, sys.stderr):  # --tee ends a rank's output at a letter that the encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # What these report of the end of a rank says nothing more.
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)

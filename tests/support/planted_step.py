@@ -153,7 +153,7 @@ def local_clip(real: Callable, trainer: Learner, step: int) -> float:
 
 def counts(name: str, count: Callable[[learner.Update], float]) -> Plant:
     """A loss is divided by another number."""
-    return after(Learner, "_pack", lambda update, *_: update._replace(counts=update.counts | {name: count(update)}))
+    return after(Learner, "_prepare", lambda update, *_: update._replace(counts=update.counts | {name: count(update)}))
 
 
 def own_tokens(update: learner.Update) -> float:
@@ -254,7 +254,7 @@ FAULTS: dict[str, Plant] = {
     ),
     "positions wrong on both sides": instead(kernels, "rotary", lambda real, x, cos, sin: real(x, cos, -0.5 * sin)),
     "moments forgotten in each update": before(Learner, "_step", forget_moments),
-    "moments forgotten between steps": before(Learner, "_pack", forget_moments),
+    "moments forgotten between steps": before(Learner, "_prepare", forget_moments),
     "the optimizer's step count forgotten": before(
         Learner, "_step", lambda trainer, _: setattr(trainer, "optimizer_steps", 0)
     ),
