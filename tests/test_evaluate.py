@@ -222,7 +222,8 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
     tmp_path: Path, quantisation: str, capfd, monkeypatch
 ) -> None:
     """On another number of ranks, and with the overrides of the command line."""
-    model = training.make_model(tmp_path / "model", expert_width=32)  # a group of int4
+    width = 32 if quantisation == "int4" else 16  # 32 values of int4 have one scale
+    model = training.make_model(tmp_path / "model", expert_width=width)
     sets = tmp_path / "own.jsonl"
     sets.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(5)))
     changes = {"eval__samples": 2, "eval__sets": {"own": str(sets)}, "model__quantisation": quantisation}
