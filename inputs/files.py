@@ -194,8 +194,7 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
             yield filling
             for path in filling.iterdir():
                 fsync_path(path)
-            os.rename(filling, target)
-            fsync_path(target.parent)
+            os.rename(filling, target)  # the last operation: a process that was killed has not made the folder
         except BaseException:
             shutil.rmtree(filling, ignore_errors=True)
             raise
