@@ -53,7 +53,7 @@ class Checkpoint:
         return self.path.parent.parent
 
 
-def _candidates(folder: Path) -> list[tuple[int, Path]]:
+def _folders(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the folders that may be checkpoints, the best candidate first."""
     matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     ordered = sorted((int(match[2]), match[1] == "step-", path) for match, path in matches if match)
@@ -124,8 +124,8 @@ def save(
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
     """Remove the checkpoints but the newest ``keep_last`` up to ``step``, and what a kill left of replaced ones."""
-    kept = [path for number, path in _candidates(folder) if number <= step and path.name == f"step-{number:06d}"]
-    for _, path in _candidates(folder):
+    kept = [path for number, path in _folders(folder) if number <= step and path.name == f"step-{number:06d}"]
+    for _, path in _folders(folder):
         if path not in kept[:keep_last]:
             try:
                 _discard(path)
@@ -191,7 +191,7 @@ def misfit(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
     """The newest checkpoint of the run with right checksums. ``say`` is told which ones were skipped, and why."""
-    for _, path in _candidates(Path(run_dir) / "checkpoints"):
+    for _, path in _folders(Path(run_dir) / "checkpoints"):
         try:
             verify(path, only)
         except (InputError, OSError) as error:

@@ -5,7 +5,6 @@ sampling_ranks.py has the same for engines on ranks of their own (rollout.ranks)
 
 from typing import NamedTuple
 
-import data_gsm8k
 import evaluate
 import rollout
 from inputs.check import Inputs
@@ -36,10 +35,10 @@ class Sampler:
         device, layout = policy.parallel.device, grid.of(cfg, policy.parallel.world_size)
         if cfg.keeps_factors_apart and parameters.shared_experts(cfg, policy.arch, layout, device.type)[0]:
             Push.frozen_experts_to_host_(policy.model, device)
-        stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer)
-        pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, stop_tokens)
         # The engine reports progress, because decoding may take longer than train.stall_seconds.
-        self.engine = rollout.open_engine(cfg, policy.arch, device, stop_tokens, pad_token, heartbeat.beat)
+        self.engine = rollout.open_engine(
+            cfg, policy.arch, device, inputs.stop_tokens, inputs.pad_token, heartbeat.beat
+        )
         self.push_policy = Push(cfg, policy, self.engine)
         if not self.push_policy.shared_bytes:
             policy.model.to(device)

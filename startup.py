@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
-import data_gsm8k
 import device as devices
 import evaluate
 import lora_megatron
@@ -64,6 +63,11 @@ class Run:
         """All ranks of the run, also those that sample alone."""
         return self.parallel.world_size + self.cfg.rollout.ranks
 
+    @functools.cached_property
+    def not_for_training(self) -> frozenset[str]:
+        """Inputs.not_for_training, which every step needs."""
+        return self.inputs.not_for_training()
+
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy without noise, and log the result. Collective."""
         if after_steps:  # a new sampler has this policy
@@ -100,7 +104,7 @@ class Run:
     def check_questions(self, step: int, sampled: Sampled) -> None:
         """Tripped for a question that a step must not ask."""
         asked = [alike(question.question) for question in sampled.all_asked]
-        self.tripwires.asked(step, asked, len(self.inputs.questions), self.inputs.not_for_training())
+        self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
     def record(
         self, step: int, sampled: Sampled, metrics: dict[str, float], timer: runlog.StepTimer
@@ -208,8 +212,7 @@ def open_run(
     log.open_trackers(first_step)
     policy = Policy.load(cfg, inputs.arch, parallel)
     heartbeat.beat("loading the base weights")
-    pad_token = data_gsm8k.pad_token_id(inputs.tokenizer, data_gsm8k.stop_token_ids(cfg.model.path, inputs.tokenizer))
-    learner = Learner(cfg, policy, pad_token)
+    learner = Learner(cfg, policy, inputs.pad_token)
 
     tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
     if saved:

@@ -44,10 +44,16 @@ class Inputs(NamedTuple):
 
     arch: Architecture
     tokenizer: Any  # of transformers
+    stop_tokens: set[int]  # they end a completion
     questions: Questions
     held_out: Questions
     sets: dict[str, Questions]  # those of eval.sets
     scorer: Scorer
+
+    @property
+    def pad_token(self) -> int:
+        """The token that fills rows up."""
+        return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
         """As evaluate.score, with the tokenizer and the reward of the run."""
@@ -108,14 +114,15 @@ def check_inputs(
                 f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
                 f"{min(shared)[:60]!r}; needed: none, or held_out in checks.warn"
             )
-    used = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    largest = max(used.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
+    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
+    largest = max(stop_tokens.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
     if largest >= arch.vocab_size:
         raise InputError(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    return Inputs(arch, tokenizer, questions, held_out, dict(zip(cfg.eval.sets, others, strict=True)), scorer)
+    sets = dict(zip(cfg.eval.sets, others, strict=True))
+    return Inputs(arch, tokenizer, stop_tokens, questions, held_out, sets, scorer)
 
 
 def check_answers(cfg: Config, scorer: Scorer) -> None:

@@ -167,16 +167,19 @@ class Worker:
         if problem:
             raise InputError(problem)
 
+    def restart(self) -> None:
+        """Start another process in place of one that has ended."""
+        self.end()
+        self.start()
+        self.wait_for_start()
+
     def ask(self, call: Call, seconds: float) -> Score | Failure:
         if self.process.poll() is not None:
-            self.start()
-            self.wait_for_start()
+            self.restart()
         try:
             self.connection.send(tuple(call))
         except OSError:  # the process has just ended
-            self.end()
-            self.start()
-            self.wait_for_start()
+            self.restart()
             self.connection.send(tuple(call))
         return self.answer(seconds)
 
