@@ -1,1 +1,1 @@
-"""The only files that may name an accelerator, beside device.py, which has not moved here yet."""
+"""The only files that may name an accelerator."""

@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard", "wandb", "swanlab"}
 # import name -> name on PyPI
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow", "math_verify": "math-verify"}
-FOLDERS = {"hardware", "inputs", "engines", "plan", "checks", "lab", "launch"}
+FOLDERS = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", *(f"{folder}/*.py" for folder in sorted(FOLDERS)))
     for path in sorted(ROOT.glob(pattern))
+    if path.name != "__init__.py"
 }
 # Files that must not need torch.
 REPORTING = {name for name in FILES if name.startswith("lab.") or name in ("report", "sweep")}

@@ -1,0 +1,1 @@
+"""Speed and memory beside other programs. Nothing imports it."""

@@ -1,0 +1,1 @@
+"""What samples, and whether it has the policy."""

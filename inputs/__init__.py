@@ -1,0 +1,1 @@
+"""Reads what a user gives and refuses it in one line. Opens no model and starts nothing."""

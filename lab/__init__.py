@@ -1,0 +1,1 @@
+"""What is known after a run. Needs no torch."""

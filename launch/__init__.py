@@ -1,0 +1,1 @@
+"""What the run_*.sh scripts share."""

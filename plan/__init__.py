@@ -1,0 +1,1 @@
+"""What is known before a run. Needs neither torch nor a device."""
