@@ -16,7 +16,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from architecture import Architecture, layers, tensor_shapes
+from facts.architectures import Architecture, layers, tensor_shapes
 from config import derive_seed
 from engines.interface import TensorStream
 from inputs.files import InputError

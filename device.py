@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hardware import kernels
-from inputs import environment
+from facts import variables
 from inputs.files import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
@@ -51,7 +51,7 @@ def set_environment(name: str, deterministic: bool) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     kinds = ("npu", "cuda") if name == "auto" else (name,)
     for kind in kinds if deterministic else ():
-        for variable in environment.DETERMINISTIC[kind]:
+        for variable in variables.DETERMINISTIC[kind]:
             found = os.environ.setdefault(variable.name, variable.value)
             if not variable.allows(found):
                 raise InputError(

@@ -26,7 +26,7 @@ import quantisation
 import reward_gsm8k
 import rollout
 import weights_hf
-from architecture import tensor_shapes
+from facts.architectures import tensor_shapes
 from config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine

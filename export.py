@@ -31,7 +31,7 @@ import lora_megatron
 import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
-from architecture import Architecture, tensor_shapes
+from facts.architectures import Architecture, tensor_shapes
 from config import changed_keys, command, load_recorded
 from inputs import hf_config
 from inputs.files import (

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from architecture import FamilyName
-from engines.kinds import ENGINES, EngineName, Kind
+from facts.architectures import FamilyName
+from facts.engines import ENGINES, EngineName, Kind
 from inputs.paths import Paths
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import device as devices
 import quantisation as quantised
-from architecture import Architecture
+from facts.architectures import Architecture
 from hardware import kernels
 from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig

@@ -18,7 +18,7 @@ import lora_megatron
 import model_megatron
 import weights_hf
 from adapter_weights import checksums, hf_name
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs.files import first_three
 from knobs import Config
 from model_megatron import TokenStats

@@ -32,7 +32,7 @@ from inputs.files import MOST_RANKS, InputError, shown
 from inputs.rules import divisors, nearest
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
-from plan.hardware import HARDWARE, three_digits
+from facts.devices import HARDWARE, three_digits
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from config import command
-from engines.kinds import ENGINES
+from facts.engines import ENGINES
 from inputs.files import InputError, first_names
 from lab import comparisons, pages, records, show
 from lab.records import Record

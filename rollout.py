@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import grpo
-from architecture import Architecture
+from facts.architectures import Architecture
 from config import derive_seed
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from engines.interface import Completion
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout

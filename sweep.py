@@ -28,7 +28,7 @@ from pydantic import Field, NonNegativeInt
 
 from benchmarks.planted_fault import named_faults
 from config import command, config_hash, load_config
-from inputs.environment import ON_CPU
+from facts.variables import ON_CPU
 from inputs.files import MOST_RANKS, InputError, one_line, read_file, read_object, read_text, shown, write_atomically
 from knobs import Config
 from lab.records import Part, planted_fault, validated

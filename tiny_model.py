@@ -26,7 +26,7 @@ import data_gsm8k
 import model_megatron
 import parallel_setup
 import weights_hf
-from architecture import Architecture, tensor_shapes
+from facts.architectures import Architecture, tensor_shapes
 from config import derive_seed, flatten
 from data_gsm8k import Line, Problem
 from inputs import hf_config

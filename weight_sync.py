@@ -18,7 +18,7 @@ import aqn
 import device as devices
 import model_megatron
 import weights_hf
-from architecture import modules
+from facts.architectures import modules
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from architecture import Architecture, modules, tensor_shapes
+from facts.architectures import Architecture, modules, tensor_shapes
 from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
 from model_megatron import GroupedLinear

@@ -21,7 +21,7 @@ from pathlib import Path
 import bench_cases as cases
 import pandas as pd
 
-from inputs.environment import ON_CPU
+from facts.variables import ON_CPU
 from inputs.files import InputError
 
 HERE = Path(__file__).parent

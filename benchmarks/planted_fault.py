@@ -116,7 +116,7 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
 
 def rounding(right: Any, round_: Function) -> Any:
     """The class Push ``right``, whose pushes for training end with matrices that are rounded by ``round_``."""
-    from architecture import tensor_shapes
+    from facts.architectures import tensor_shapes
 
     class RoundingPush(right):
         def __init__(self, cfg: Any, policy: Any, engine: Any) -> None:

@@ -35,7 +35,7 @@ import lora_megatron
 import parallel_setup
 import routing_replay
 import weights_hf
-from architecture import Architecture, layers
+from facts.architectures import Architecture, layers
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, PHASES, WITHIN, DryRun, as_json, as_text, compare

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import device as devices
 import parallel_setup
-from architecture import Architecture, tensor_shapes
+from facts.architectures import Architecture, tensor_shapes
 from knobs import ParallelConfig
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from checks.dry_run_meter import Phase
 from knobs import Config
 from plan import memory, roofline

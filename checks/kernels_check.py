@@ -26,7 +26,7 @@ from torch import Tensor
 import device as devices
 import packing
 import quantisation
-from architecture import Architecture
+from facts.architectures import Architecture
 from checks import launched
 from config import derive_seed
 from hardware import kernels

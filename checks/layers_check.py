@@ -31,7 +31,7 @@ import rollout
 import routing_replay
 import tiny_model
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from checks import launched, sampling_check
 from config import derive_seed
 from data_gsm8k import Question

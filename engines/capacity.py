@@ -3,7 +3,7 @@
 The plan and rollout.open_engine ask the same functions, so an engine takes as many rows at once as the plan says.
 """
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs.hf_config import ELEMENT_BYTES, cache_bytes_per_token, cache_mib
 from knobs import Config
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs.files import InputError
 from knobs import LoraConfig
 

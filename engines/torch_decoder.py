@@ -1,4 +1,4 @@
-"""A decoder of the models in architecture.py in plain torch, for sampling. Weights have their Hugging Face names.
+"""A decoder of the models in facts/architectures.py in plain torch, for sampling. Weights have their Hugging Face names.
 
 Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent;
 torch_cache.py holds their keys and values. There is no process group and no autograd.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import packing
-from architecture import Architecture, modules
+from facts.architectures import Architecture, modules
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from engines.torch_cache import LineCache, RowCache
 from hardware import kernels

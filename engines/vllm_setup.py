@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import device as devices
-from architecture import Architecture
-from engines import capacity, kinds, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from facts.architectures import Architecture
+from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from facts import engines
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from inputs.rules import layout_sizes, sampler_problems
@@ -38,7 +39,7 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     if cfg.rollout.expert_parallel:
         vllm_ascend.check_dispatch(arch, ranks, tokens)
     elif cfg.rollout.tensor > 1 and any(arch.moe_layers):
-        if kinds.whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
+        if engines.whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
             # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
             vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
 

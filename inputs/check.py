@@ -23,7 +23,7 @@ import rollout
 import run_record
 import tiny_model
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from config import to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion

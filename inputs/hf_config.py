@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from architecture import FAMILIES, Architecture
+from facts.architectures import FAMILIES, Architecture
 from inputs.files import InputError, read_object, shown
 from knobs import Config, TinyModelConfig
 

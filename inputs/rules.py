@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
-from architecture import Architecture
-from engines.kinds import ENGINES
+from facts.architectures import Architecture
+from facts.engines import ENGINES
 from inputs.files import InputError, shown
 from inputs.hf_config import ELEMENT_BYTES, cache_mib, int4_problem
 from knobs import GENERATED, Config

@@ -27,7 +27,8 @@ from operator import not_
 from pathlib import Path
 
 from config import command, command_line, load_config
-from inputs import environment, hf_config
+from inputs import hf_config
+from facts import variables
 from inputs.files import MOST_RANKS, InputError, first_three, variable
 from knobs import Config
 from plan.memory import GIB
@@ -189,7 +190,7 @@ def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Fou
 
 def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
     """A time-out of npu_env.sh."""
-    unset = environment.when_unset(name)
+    unset = variables.when_unset(name)
     return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
 
 
@@ -216,15 +217,15 @@ def cann_home(machine: Machine) -> Found:
 def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
     """The versions that belong together: on an NPU the set with the installed version of vLLM, or else the first."""
     if machine.kind == "cuda":
-        return environment.CUDA_SET
+        return variables.CUDA_SET
     vllm = machine.version("vllm") or ""
-    fitting = [one for one in environment.VERSION_SETS if environment.matches(vllm, one["vllm"])]
-    return (fitting or list(environment.VERSION_SETS))[0]
+    fitting = [one for one in variables.VERSION_SETS if variables.matches(vllm, one["vllm"])]
+    return (fitting or list(variables.VERSION_SETS))[0]
 
 
 def packages(machine: Machine) -> Found:
     optional = {"CANN"} if "vllm" in machine.words else {"CANN", "vllm", "vllm-ascend"}
-    names = [name for name in (*version_set(machine), *environment.OUR_PACKAGES) if name not in optional]
+    names = [name for name in (*version_set(machine), *variables.OUR_PACKAGES) if name not in optional]
     missing = [name for name in names if machine.version(name) is None]
     return not missing, f"not installed: {', '.join(missing)}" if missing else f"all {len(names)} are installed"
 
@@ -239,7 +240,7 @@ def same_release(plugin: str, base: str, machine: Machine) -> Found:
 def versions(machine: Machine) -> Found:
     wanted = version_set(machine)
     here = {name: machine.version(name) or "not found" for name in wanted}
-    other = [name for name in wanted if not environment.matches(here[name], wanted[name])]
+    other = [name for name in wanted if not variables.matches(here[name], wanted[name])]
     wrong = [f"{name} {here[name]} in place of {' or '.join(wanted[name])}" for name in other]
     return not other, ", ".join(wrong or [f"{name} {version}" for name, version in here.items()])
 
@@ -253,10 +254,10 @@ def torch_npu_not_loaded(machine: Machine) -> Found:
 
 def chip(machine: Machine) -> Found:
     """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another kind."""
-    built = environment.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
+    built = variables.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
     names = re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", machine.command(["npu-smi", "info"])[1], re.M)
-    kinds = {environment.chip_kind(name) for name in names} - {None}
-    chips = [f"{kind} (image {environment.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
+    kinds = {variables.chip_kind(name) for name in names} - {None}
+    chips = [f"{kind} (image {variables.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
     is_right = built is None or kinds <= {built}
     return is_right, f"vllm-ascend is built for {built}, npu-smi names {', '.join(chips) or 'no known chip'}"
 
@@ -344,7 +345,7 @@ def interface(name: str, machine: Machine) -> Found:
 def order_of_timeouts(machine: Machine) -> Found:
     assert machine.run is not None
     names = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
-    hccl = max(machine.number(name, environment.when_unset(name)) for name in names)
+    hccl = max(machine.number(name, variables.when_unset(name)) for name in names)
     stall, torch = machine.run.train.stall_seconds, machine.run.parallel.timeout_seconds
     return max(hccl, stall) < torch, f"HCCL {hccl} s, train.stall_seconds {stall}, parallel.timeout_seconds {torch}"
 
@@ -369,8 +370,8 @@ def no_expandable_segments(machine: Machine) -> Found:
 
 
 def vllm_variables(machine: Machine) -> Found:
-    names = environment.from_a_launcher(machine.env)
-    names += [one.name for one in environment.switched_on(machine.env)]
+    names = variables.from_a_launcher(machine.env)
+    names += [one.name for one in variables.switched_on(machine.env)]
     return not names, ", ".join(f"{name}={machine.env[name]}" for name in names) or "none is set"
 
 
@@ -458,7 +459,7 @@ REBUILD = "docker pull quay.io/ascend/vllm-ascend:<image>, or build it here with
 INTERFACE = "INTERFACE=<its own name on each machine> bash run_2node.sh"
 NO_EXPANDABLE = "unset PYTORCH_NPU_ALLOC_CONF PYTORCH_ALLOC_CONF"
 CONNECT, EXECUTE = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"
-UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in environment.MUST_BE_OFF)
+UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in variables.MUST_BE_OFF)
 
 # Examined at the start of a training, too. These rows read variables, versions and files, and start no program.
 QUICK = (
@@ -493,9 +494,9 @@ QUICK = (
     Row("npu", "packages", packages, "all that the code imports", "fail", NPU),
     Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both of one release", "fail", NPU),
     Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both of one release", "fail", NPU),
-    Row("npu", "packages", versions, "those of a set in VERSION_SETS, inputs/environment.py", "warn", NPU),
+    Row("npu", "packages", versions, "those of a set in VERSION_SETS, facts/variables.py", "warn", NPU),
     Row("cuda", "packages", packages, "all that the code imports", "fail", CUDA),
-    Row("cuda", "packages", versions, "those of CUDA_SET, inputs/environment.py", "warn", CUDA),
+    Row("cuda", "packages", versions, "those of CUDA_SET, facts/variables.py", "warn", CUDA),
     Row(
         "npu",
         "triton",
@@ -562,23 +563,23 @@ QUICK = (
         "warn",
         "docker run ... -v /etc/hccn.conf:/etc/hccn.conf",
     ),
-    Row("npu", CONNECT, partial(seconds, CONNECT, 120, 7200), "120 to 7200 s", "fail", environment.advice(CONNECT)),
+    Row("npu", CONNECT, partial(seconds, CONNECT, 120, 7200), "120 to 7200 s", "fail", variables.advice(CONNECT)),
     Row(
         "npu",
         CONNECT,
         partial(seconds, CONNECT, 600, 7200),
         "600 s: ranks are further apart while they load (EI0006)",
         "warn",
-        environment.advice(CONNECT),
+        variables.advice(CONNECT),
     ),
-    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "seconds", "fail", environment.advice(EXECUTE)),
+    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "seconds", "fail", variables.advice(EXECUTE)),
     Row(
         "npu",
         EXECUTE,
         partial(seconds, EXECUTE, 1, 2**31),
         "1 s or more: 0 waits for ever",
         "warn",
-        environment.advice(EXECUTE),
+        variables.advice(EXECUTE),
     ),
     Row(
         "npu run",

@@ -11,7 +11,7 @@ an element.
 
 from dataclasses import dataclass
 
-from architecture import Architecture, modules
+from facts.architectures import Architecture, modules
 from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from inputs.hf_config import (
     ELEMENT_BYTES,

@@ -3,8 +3,8 @@
 import functools
 import math
 
-from architecture import Architecture, Module, every_module, modules, over_layers
-from engines.kinds import whole_experts
+from facts.architectures import Architecture, Module, every_module, modules, over_layers
+from facts.engines import whole_experts
 from inputs.hf_config import PIECE, int4_bytes, merged_together
 from knobs import Config, LoraConfig
 from plan import grid

@@ -1,7 +1,7 @@
 """Seconds of each phase of a step by a roofline: the time that the device's arithmetic, memory and links need at least.
 
 This is an estimate, never a measurement. It compares layouts and finds the bottleneck. Every assumption is a field of
-Hardware (plan/hardware.py) and is printed with the plan. The phases are what is expected; Times.step gives the range in
+Hardware (facts/devices.py) and is printed with the plan. The phases are what is expected; Times.step gives the range in
 which a step lies. Nothing here has been run on a 910C. tests/test_roofline.py compares the formulas with an independent
 calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from architecture import Architecture, Module, over_layers
+from facts.architectures import Architecture, Module, over_layers
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
-from plan.hardware import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
+from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 

@@ -7,11 +7,11 @@ seconds (arXiv 2204.02311). Activation recompute is no useful work there. Nothin
 import re
 from collections.abc import Sequence
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs.rules import sides
 from knobs import Config
 from plan import grid, memory
-from plan.hardware import HARDWARE
+from facts.devices import HARDWARE
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
 # What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.

@@ -7,12 +7,12 @@ model, its warm start and writing checkpoints are not counted. Nothing here impo
 import contextlib
 from typing import NamedTuple
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs import hf_config
 from inputs.files import InputError
 from knobs import Config
 from plan import grid
-from plan.hardware import HARDWARE, three_digits
+from facts.devices import HARDWARE, three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Setting, Verdict, judge

@@ -119,7 +119,7 @@ def vllm_imported() -> None:
     import torch
 
     from engines.vllm_inside import surroundings_kept
-    from inputs import environment
+    from facts import variables as environment
 
     variables = {variable.name: os.environ.get(variable.name, variable.value) for variable in environment.VLLM}
     with mock.patch.dict(os.environ, variables), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():

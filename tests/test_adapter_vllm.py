@@ -29,7 +29,7 @@ from vllm_ranks import PROMPTS, SEEDS
 import aqn
 import device as devices
 import weights_hf
-from architecture import tensor_shapes
+from facts.architectures import tensor_shapes
 from config import load_config
 from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion

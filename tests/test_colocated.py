@@ -33,7 +33,8 @@ import parallel_setup
 import rollout
 from config import load_config
 from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
-from inputs import environment, hf_config
+from inputs import hf_config
+from facts import variables
 from inputs.files import InputError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
@@ -163,7 +164,7 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, dict[int, tuple]]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and Megatron's own deprecations
         patch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM writes into it, and this test's end restores it
-        for variable in environment.VLLM:
+        for variable in variables.VLLM:
             patch.setenv(variable.name, os.environ.get(variable.name, variable.value))
         set_num_threads = torch.set_num_threads
         for rank in chosen:
@@ -244,8 +245,8 @@ def test_a_push_brings_only_biases_that_the_model_has() -> None:
     ],
 )
 def test_a_variable_that_would_move_or_tile_weights_is_refused(monkeypatch, name, value, device, refused) -> None:
-    off = [variable.name for variable in environment.MUST_BE_OFF]
-    for variable in off + environment.from_a_launcher(os.environ):
+    off = [variable.name for variable in variables.MUST_BE_OFF]
+    for variable in off + variables.from_a_launcher(os.environ):
         monkeypatch.delenv(variable, raising=False)
     vllm_ascend.check_environment(device)
     monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The table of inputs/environment.py: scripts export it, and what follows it passes the doctor. Commands run in any."""
+"""The table of facts/variables.py: scripts export it, and what follows it passes the doctor. Commands run in any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from healthy import npu
 from tiers import ci, nightly
 
-from inputs import environment
+from facts import variables as environment
 from plan import doctor
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import math
 import pytest
 from published import QWEN3_30B_A3B, QWEN15_MOE
 
-from architecture import Architecture, tensor_shapes
+from facts.architectures import Architecture, tensor_shapes
 from inputs import hf_config
 from inputs.files import InputError
 

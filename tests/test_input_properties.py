@@ -18,7 +18,7 @@ from hypothesis import strategies as draw
 from pyarrow import parquet
 from tiers import asked, nightly
 
-from architecture import Architecture
+from facts.architectures import Architecture
 from config import load_config, to_yaml
 from inputs import hf_config, question_files
 from inputs.files import InputError, one_line

@@ -20,7 +20,7 @@ from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 COMMANDS = {"train_grpo", "preflight", "report", "sweep", "export"}
 FOLDERS = {  # a folder -> the other folders from which its files may import
     "hardware": {"inputs"},
-    "inputs": {"engines"},  # engines/kinds.py alone, which imports nothing
+    "inputs": {"engines"},  # facts/engines.py alone, which imports nothing
     "engines": {"hardware", "inputs"},
     "plan": {"engines", "inputs"},
     "lab": {"inputs"},

@@ -28,7 +28,7 @@ import lora_megatron
 import model_megatron
 import parallel_setup
 import rollout
-from architecture import Architecture
+from facts.architectures import Architecture
 from checks import dry_run_device
 from config import load_config
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine

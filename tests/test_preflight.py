@@ -17,7 +17,7 @@ import config
 import preflight
 from inputs import hf_config, rules
 from plan import whole_run
-from plan.hardware import HARDWARE
+from facts.devices import HARDWARE
 
 ROOT = Path(__file__).parents[1]
 QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))

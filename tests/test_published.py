@@ -2,7 +2,7 @@
 
 tests/support/published_runs.json has the runs, each with its source and with what was assumed about it. Lengths are in
 tokens, per sequence; sequences, updates and seconds per step. most_rows: that a replica decodes at once. offloaded: the
-share of the parameters that the host updates. The medians of all that was published are constants of plan/hardware.py.
+share of the parameters that the host updates. The medians of all that was published are constants of facts/devices.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import preflight
-from architecture import Architecture
+from facts.architectures import Architecture
 from plan.grid import WHOLE
-from plan.hardware import HARDWARE, SPREAD, Range, spread
+from facts.devices import HARDWARE, SPREAD, Range, spread
 from plan.parameters import base_parameters
 from plan.roofline import Rows, decode_parts, decode_step, forward_flops
 

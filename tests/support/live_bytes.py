@@ -10,7 +10,7 @@ import gc
 import torch
 
 import model_megatron
-from architecture import Architecture
+from facts.architectures import Architecture
 from knobs import Config
 from parallel_setup import Parallel
 from policy import Policy

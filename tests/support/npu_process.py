@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
-from inputs import environment  # noqa: E402
+from facts import variables as environment  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
 INTERRUPTED = 2

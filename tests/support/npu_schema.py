@@ -25,7 +25,7 @@ import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from architecture import Architecture
+from facts.architectures import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
