@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from facts.architectures import Architecture, layers, tensor_shapes
-from config import derive_seed
+from inputs.config import derive_seed
 from engines.interface import TensorStream
 from inputs.files import InputError
 

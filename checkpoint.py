@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 
-from config import changes_at_resume, config_hash, flatten, to_dict
+from inputs.config import changes_at_resume, config_hash, flatten, to_dict
 from inputs.files import (
     InputError,
     fsync_path,

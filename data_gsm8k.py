@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from config import derive_seed
+from inputs.config import derive_seed
 from inputs import question_files
 from inputs.files import InputError, one_line, read_bytes, read_object, shown
 from inputs.paths import Paths, listed

@@ -27,7 +27,7 @@ import reward_gsm8k
 import rollout
 import weights_hf
 from facts.architectures import tensor_shapes
-from config import command_line, derive_seed, resolve_config
+from inputs.config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config

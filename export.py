@@ -32,7 +32,7 @@ import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from facts.architectures import Architecture, tensor_shapes
-from config import changed_keys, command, load_recorded
+from inputs.config import changed_keys, command, load_recorded
 from inputs import hf_config
 from inputs.files import (
     InputError,

@@ -1,6 +1,6 @@
 """Every knob of a run: its type, its default, its bounds, and one sentence that says what it does.
 
-config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
+inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
 """
 
 from typing import Annotated, Any, Literal

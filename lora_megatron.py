@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import derive_seed
+from inputs.config import derive_seed
 from hardware import kernels
 from inputs.files import InputError
 from inputs.hf_config import merged_together

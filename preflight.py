@@ -26,7 +26,7 @@ from pathlib import Path
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-from config import command, command_line, resolve_config
+from inputs.config import command, command_line, resolve_config
 from inputs import hf_config
 from inputs.files import MOST_RANKS, InputError, shown
 from inputs.rules import divisors, nearest

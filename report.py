@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-from config import command
+from inputs.config import command
 from facts.engines import ENGINES
 from inputs.files import InputError, first_names
 from lab import comparisons, pages, records, show

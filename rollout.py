@@ -17,7 +17,7 @@ from torch import Tensor
 
 import grpo
 from facts.architectures import Architecture
-from config import derive_seed
+from inputs.config import derive_seed
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs.scoring import Score

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from config import to_yaml
+from inputs.config import to_yaml
 from inputs import functions
 from inputs.files import (
     InputError,

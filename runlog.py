@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
-from config import config_hash
+from inputs.config import config_hash
 from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config
 from lab.trackers import Trackers

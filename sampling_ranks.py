@@ -23,7 +23,7 @@ from torch import Tensor
 import adapter_weights
 import lora_megatron
 import parallel_setup
-from config import is_due
+from inputs.config import is_due
 from engines.interface import Completion
 from inputs.check import Inputs, texts
 from inputs.files import InputError

@@ -28,7 +28,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import torch
 from torch import Tensor
 
-from config import command
+from inputs.config import command
 from inputs.files import InputError, read_object, whole_folder
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import lora_megatron
 import parallel_setup
 import rollout
 import runlog
-from config import changes_at_resume, to_dict
+from inputs.config import changes_at_resume, to_dict
 from data_gsm8k import Question
 from engines.interface import Completion
 from inputs.check import Inputs, checkpoint_to_resume, introduction, texts

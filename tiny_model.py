@@ -27,7 +27,7 @@ import model_megatron
 import parallel_setup
 import weights_hf
 from facts.architectures import Architecture, tensor_shapes
-from config import derive_seed, flatten
+from inputs.config import derive_seed, flatten
 from data_gsm8k import Line, Problem
 from inputs import hf_config
 from inputs.files import InputError, aside, disk_errors, read_object, whole_folder

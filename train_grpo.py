@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 import grpo
 import parallel_setup
 import training_command
-from config import derive_seed, is_due
+from inputs.config import derive_seed, is_due
 from inputs import functions
 from startup import Run
 

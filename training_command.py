@@ -10,7 +10,7 @@ import sampling_ranks
 import startup
 import tiny_model
 from aqn import AqnError
-from config import command_line, resolve_config
+from inputs.config import command_line, resolve_config
 from inputs import check
 from inputs.files import MOST_RANKS, InputError, one_line
 from inputs.scoring import Scorer

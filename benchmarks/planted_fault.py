@@ -21,7 +21,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import command, derive_seed
+from inputs.config import command, derive_seed
 from inputs.files import InputError, shown
 
 Function = Callable[..., Any]

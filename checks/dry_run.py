@@ -39,7 +39,7 @@ from facts.architectures import Architecture, layers
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, PHASES, WITHIN, DryRun, as_json, as_text, compare
-from config import command_line, resolve_config
+from inputs.config import command_line, resolve_config
 from engines.interface import Stack
 from hardware import kernels
 from inputs import hf_config

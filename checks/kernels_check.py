@@ -28,7 +28,7 @@ import packing
 import quantisation
 from facts.architectures import Architecture
 from checks import launched
-from config import derive_seed
+from inputs.config import derive_seed
 from hardware import kernels
 from inputs import hf_config
 from inputs.rules import check_layout

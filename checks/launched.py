@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import config
+from inputs import config
 import parallel_setup
 from inputs.files import InputError, one_line
 from inputs.rules import side_of

@@ -33,7 +33,7 @@ import tiny_model
 import weights_hf
 from facts.architectures import Architecture
 from checks import launched, sampling_check
-from config import derive_seed
+from inputs.config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Engine
 from inputs import hf_config

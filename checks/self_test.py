@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from config import command, command_line, resolve_config
+from inputs.config import command, command_line, resolve_config
 from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]

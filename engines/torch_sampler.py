@@ -13,7 +13,7 @@ from torch import Tensor
 
 from facts.architectures import Architecture, layers
 from device import DTYPES
-from engines.capacity import MOST_SEQUENCES
+from inputs.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache

@@ -23,7 +23,7 @@ from torch import Tensor
 import weights_hf
 from facts.architectures import Architecture, tensor_shapes
 from engines import vllm_adapter, vllm_ascend, vllm_inside
-from engines.capacity import MOST_SEQUENCES, PREFILL_TOKENS
+from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.drawing import uniforms_of
 from engines.interface import (
     Completion,

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import device as devices
 from facts.architectures import Architecture
-from engines import capacity, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from inputs import capacity
 from facts import engines
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError

@@ -24,7 +24,7 @@ import run_record
 import tiny_model
 import weights_hf
 from facts.architectures import Architecture
-from config import to_yaml
+from inputs.config import to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
 from inputs import functions, hf_config, question_files

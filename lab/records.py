@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from config import MAY_CHANGE, flatten
+from inputs.config import MAY_CHANGE, flatten
 from inputs.files import (
     InputError,
     first_names,

@@ -12,7 +12,7 @@ an element.
 from dataclasses import dataclass
 
 from facts.architectures import Architecture, modules
-from engines.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
+from inputs.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from inputs.hf_config import (
     ELEMENT_BYTES,
     ROWS_PER_CHUNK,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facts.architectures import Architecture
-from engines.capacity import cache_mib_per_row
+from inputs.capacity import cache_mib_per_row
 from inputs.files import InputError
 from inputs.rules import Side, divisors, layout_sizes, sampler_problems, side_problems, sides, trainer_problems
 from knobs import Config

@@ -30,7 +30,7 @@ import aqn
 import device as devices
 import weights_hf
 from facts.architectures import tensor_shapes
-from config import load_config
+from inputs.config import load_config
 from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine

@@ -16,7 +16,7 @@ from torch import Tensor
 import aqn
 from aqn import AqnError, norm_targets
 from facts.architectures import Architecture, tensor_shapes
-from config import derive_seed
+from inputs.config import derive_seed
 from inputs import hf_config
 from inputs.files import InputError
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import device as devices
 import parallel_setup
 import rollout
-from config import load_config
+from inputs.config import load_config
 from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
 from inputs import hf_config
 from facts import variables

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from healthy import CUDA_VERSIONS, ENVIRONMENT, GIB, ROOT, VERSIONS, answers, cuda, npu, write
 
-from config import load_config
+from inputs.config import load_config
 from plan import doctor
 from plan.doctor import Machine
 

@@ -17,7 +17,7 @@ from tiers import asked, ci, nightly
 import evaluate
 import export
 import reward_gsm8k
-from config import to_yaml
+from inputs.config import to_yaml
 from data_gsm8k import Question
 from engines.interface import Completion
 from inputs.scoring import Score

@@ -31,7 +31,7 @@ import lora_megatron
 import model_megatron
 import run_record
 import weights_hf
-from config import load_config
+from inputs.config import load_config
 from inputs import hf_config
 
 ROOT = Path(__file__).parents[1]

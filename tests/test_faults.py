@@ -22,7 +22,7 @@ from tiers import ci
 from training import raised, raised_each
 
 from aqn import AqnError
-from config import load_config
+from inputs.config import load_config
 from inputs.files import InputError
 from knobs import ChecksConfig, Config
 from tripwires import CHECKS, Tripped

@@ -20,7 +20,7 @@ import pytest
 import training
 from launched import ROOT, started
 
-from config import to_yaml
+from inputs.config import to_yaml
 
 NAMES = ["doctor", "plan", "groups", "operators", "layers", "self-test", "learning", "steps", "graphs"]
 STUB = """#!/bin/bash

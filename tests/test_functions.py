@@ -19,7 +19,7 @@ from saved import config_in
 import data_gsm8k
 import grpo
 import run_record
-from config import load_config
+from inputs.config import load_config
 from inputs import check, functions, math_answers
 from inputs.files import InputError
 from inputs.scoring import Call, Failure, Score, Scorer, usable_cores

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from tiers import asked, nightly
 
 from facts.architectures import Architecture
-from config import load_config, to_yaml
+from inputs.config import load_config, to_yaml
 from inputs import hf_config, question_files
 from inputs.files import InputError, one_line
 from knobs import Config

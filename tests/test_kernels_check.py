@@ -18,7 +18,7 @@ from torch import Tensor
 
 from checks import kernels_check
 from checks.kernels_check import Case
-from config import load_config
+from inputs.config import load_config
 from hardware import kernels
 from inputs import hf_config
 

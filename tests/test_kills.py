@@ -26,7 +26,7 @@ from training import config, make_model
 
 import checkpoint
 import runlog
-from config import to_yaml
+from inputs.config import to_yaml
 from inputs.files import InputError
 from knobs import Config
 

@@ -28,7 +28,7 @@ import runlog
 import train_grpo
 import training_command
 from checks import launched as launched_question
-from config import to_yaml
+from inputs.config import to_yaml
 from parallel_setup import Parallel
 from runlog import EXIT_CODE, Heartbeat, RunLog
 

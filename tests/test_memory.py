@@ -30,7 +30,7 @@ import parallel_setup
 import rollout
 from facts.architectures import Architecture
 from checks import dry_run_device
-from config import load_config
+from inputs.config import load_config
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from inputs import hf_config
 from knobs import Config, LoraConfig, ParallelConfig

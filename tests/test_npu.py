@@ -24,7 +24,7 @@ import world
 from source import ROOT
 from tiers import asked, nightly
 
-import config
+from inputs import config
 
 pytestmark = pytest.mark.ci
 NOISY = {"aqn__schedule": "constant", "replay__mode": "r3", "model__recompute": True}

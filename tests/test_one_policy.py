@@ -31,7 +31,7 @@ import model_megatron
 import policy
 import run_record
 import weights_hf
-from config import to_yaml
+from inputs.config import to_yaml
 from device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler

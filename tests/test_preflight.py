@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiers import ci
 
-import config
+from inputs import config
 import preflight
 from inputs import hf_config, rules
 from plan import whole_run

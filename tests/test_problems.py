@@ -15,7 +15,7 @@ import pytest
 
 import data_gsm8k
 import tiny_model
-from config import load_config
+from inputs.config import load_config
 from inputs.files import InputError
 
 MANY = (1, 3)

@@ -19,7 +19,7 @@ from tiers import asked, ci, nightly
 import checkpoint
 import run_record
 import train_grpo
-from config import to_yaml
+from inputs.config import to_yaml
 from parallel_setup import Parallel
 from run_record import sha256_file
 

@@ -17,7 +17,7 @@ from tiers import ci
 
 import device as devices
 import rollout
-from config import derive_seed
+from inputs.config import derive_seed
 from data_gsm8k import Question, Questions
 from engines import vllm_engine
 from engines.interface import Completion

@@ -31,7 +31,7 @@ from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
 import device as devices
-from config import load_config
+from inputs.config import load_config
 from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine
 from inputs import hf_config

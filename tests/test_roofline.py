@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import preflight
-from config import load_config
+from inputs.config import load_config
 from inputs import hf_config
 from plan import grid, roofline
 from facts.devices import HARDWARE

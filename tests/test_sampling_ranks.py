@@ -29,7 +29,7 @@ from tiers import ci, nightly
 import adapter_weights
 import rollout
 import startup
-from config import to_yaml
+from inputs.config import to_yaml
 from inputs import check
 from inputs.files import InputError
 from inputs.scoring import Scorer

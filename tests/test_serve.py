@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import data_gsm8k
 import export
-from config import to_yaml
+from inputs.config import to_yaml
 from facts import variables
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]

@@ -19,7 +19,7 @@ from tiers import asked, ci, nightly
 from training import raised
 
 import runlog
-from config import load_config, to_yaml
+from inputs.config import load_config, to_yaml
 from inputs.files import InputError
 from knobs import ChecksConfig
 from lab import curves, records

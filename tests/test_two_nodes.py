@@ -19,7 +19,7 @@ import training
 import world
 from planting import Plant
 
-from config import to_yaml
+from inputs.config import to_yaml
 from parallel_setup import Parallel
 
 # Three steps with a checkpoint after each. A random model earns no reward; the entropy bonus moves its adapters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from config import load_config
+from inputs.config import load_config
 from inputs import hf_config
 from plan import utilisation
 

@@ -41,7 +41,7 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from source import ROOT
 
-import config
+from inputs import config
 
 pytestmark = [pytest.mark.vllm_ascend, pytest.mark.nightly]
 

@@ -14,7 +14,7 @@ import world
 from world import Place
 
 from checks import kernels_check
-from config import load_config
+from inputs.config import load_config
 from inputs import hf_config
 
 pytestmark = pytest.mark.device

@@ -20,7 +20,7 @@ import world
 from planting import Plant
 
 import train_grpo
-from config import to_yaml
+from inputs.config import to_yaml
 from knobs import Config
 
 # The count-th call of a function; then, in it, that of the next one; and so on.

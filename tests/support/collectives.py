@@ -21,7 +21,7 @@ import rollout
 import train_grpo
 import training_command
 from facts.architectures import Architecture, layers
-from config import load_config, to_dict
+from inputs.config import load_config, to_dict
 from device import DTYPES
 from engines.interface import Completion, Engine, Stack
 from facts.engines import ENGINES

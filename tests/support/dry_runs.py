@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from checks import dry_run, dry_run_device, dry_run_report
-from config import resolve_config
+from inputs.config import resolve_config
 from inputs import hf_config
 
 

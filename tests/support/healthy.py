@@ -7,7 +7,7 @@ from pathlib import Path
 
 from source import ROOT
 
-from config import load_config
+from inputs.config import load_config
 from facts import variables
 from plan.doctor import Machine
 

@@ -205,7 +205,7 @@ def train(folder: Path, interrupted: bool) -> None:
     """One rank, with the variables that torchrun sets."""
     import training
 
-    import config
+    from inputs import config
     import train_grpo
     import training_command
     from learner import Learner
@@ -233,7 +233,7 @@ def train(folder: Path, interrupted: bool) -> None:
 
 def after_the_training(folder: Path) -> int:
     """The highest exit code of both exports of the run of FOLDER and of an evaluation of its base, on one rank."""
-    import config
+    from inputs import config
     import evaluate
     import export
 

@@ -33,7 +33,7 @@ import device as devices  # noqa: E402
 import packing  # noqa: E402
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
-from config import Config, load_config  # noqa: E402
+from inputs.config import Config, load_config  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.files import InputError  # noqa: E402

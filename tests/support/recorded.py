@@ -11,7 +11,7 @@ import numpy as np
 from source import ROOT
 
 import run_record
-from config import config_hash, load_config, to_yaml
+from inputs.config import config_hash, load_config, to_yaml
 from lab import records
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

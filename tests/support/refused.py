@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config import load_config
+from inputs.config import load_config
 from inputs.files import InputError
 
 

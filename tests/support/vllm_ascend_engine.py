@@ -28,7 +28,7 @@ import vllm  # noqa: E402
 import world  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-import config  # noqa: E402
+from inputs import config  # noqa: E402
 import rollout  # noqa: E402
 from engines import vllm_colocated, vllm_inside  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402

@@ -1,6 +1,6 @@
 """Reads the configuration of a run: one YAML file, and `section.key=value` on the command line, into knobs.py's Config.
 
-    python config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
+    python inputs/config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
 (inputs/rules.py), and a key that the run would not read. Imports no torch.
@@ -356,7 +356,7 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every value and its source; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
-    args = command_line("config.py", "Print every value, and where it comes from.").parse_args(arguments)
+    args = command_line("inputs/config.py", "Print every value, and where it comes from.").parse_args(arguments)
     cfg, notes = resolve_config(args.config, args.overrides)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
