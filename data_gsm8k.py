@@ -1,4 +1,4 @@
-"""Questions and their prompts: those of files (inputs/question_files.py), or generated arithmetic in the form of GSM8K.
+"""Questions and their prompts: those of files (tasks/question_files.py), or generated arithmetic in the form of GSM8K.
 
 Which questions a step asks depends on (seed, step) alone.  The generated questions are split by the unordered pair of
 their first operands: no operation of training has such a pair, not even as an error.
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from inputs.config import derive_seed
-from inputs import question_files
+from tasks import question_files
 from inputs.files import InputError, one_line, read_bytes, read_object, shown
 from inputs.paths import Paths, listed
-from inputs.question_files import Row, Turn
+from tasks.question_files import Row, Turn
 from knobs import GENERATED, DataConfig
 
 if TYPE_CHECKING:

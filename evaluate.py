@@ -32,7 +32,7 @@ from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from inputs import hf_config
 from inputs.files import BAD_INPUT, InputError, one_line
-from inputs.scoring import Call, Score, Scorer
+from tasks.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 

@@ -104,7 +104,7 @@ def extract(response: str, method: str = "strict") -> str | None:
         return _strict_answer(response)
     if method == "base_acc":
         return _boxed_answer(response)
-    if method == "math":  # which inputs/math_answers.py compares
+    if method == "math":  # which tasks/math_answers.py compares
         return last_boxed(response)
     if method not in METHODS:
         raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")

@@ -20,7 +20,7 @@ from facts.architectures import Architecture
 from inputs.config import derive_seed
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from inputs.scoring import Score
+from tasks.scoring import Score
 from knobs import Config, RolloutConfig
 from packing import Packing
 from parallel_setup import Parallel

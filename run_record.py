@@ -37,7 +37,7 @@ from inputs.files import (
     write_atomically,
 )
 from inputs.paths import listed
-from inputs.scoring import usable_cores
+from tasks.scoring import usable_cores
 from knobs import Config
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")

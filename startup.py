@@ -26,7 +26,7 @@ from data_gsm8k import Question
 from engines.interface import Completion
 from inputs.check import Inputs, checkpoint_to_resume, introduction, texts
 from inputs.files import disk_errors
-from inputs.question_files import alike
+from tasks.question_files import alike
 from knobs import Config
 from lab import curves
 from learner import Learner

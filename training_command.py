@@ -13,7 +13,7 @@ from aqn import AqnError
 from inputs.config import command_line, resolve_config
 from inputs import check
 from inputs.files import MOST_RANKS, InputError, one_line
-from inputs.scoring import Scorer
+from tasks.scoring import Scorer
 from knobs import Config
 from lab import trackers
 from plan import doctor

@@ -39,7 +39,7 @@ from engines.interface import Engine
 from inputs import hf_config
 from inputs.files import InputError, refuse_used
 from inputs.rules import check_sides
-from inputs.scoring import Score
+from tasks.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel

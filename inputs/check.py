@@ -27,11 +27,12 @@ from facts.architectures import Architecture
 from inputs.config import to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
-from inputs import functions, hf_config, question_files
+from inputs import functions, hf_config
+from tasks import question_files
 from inputs.files import InputError
-from inputs.question_files import Row
+from tasks.question_files import Row
 from inputs.rules import check_sides, sides
-from inputs.scoring import Call, Score, Scorer
+from tasks.scoring import Call, Score, Scorer
 from knobs import Config
 from parallel_setup import launched_rank, launched_world_size
 

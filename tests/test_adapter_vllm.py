@@ -36,7 +36,7 @@ from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from inputs import check, hf_config
 from inputs.files import InputError
-from inputs.scoring import Scorer
+from tasks.scoring import Scorer
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from policy import Policy

@@ -263,7 +263,7 @@ def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
 def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
     """A choice that only one of them knows would end a run with a traceback, or could never be chosen."""
     choices = {
-        (RewardConfig, "method"): (*reward_gsm8k.METHODS, "math"),  # inputs/scoring.py
+        (RewardConfig, "method"): (*reward_gsm8k.METHODS, "math"),  # tasks/scoring.py
         (LossConfig, "advantage"): grpo.NORMS,
         (LossConfig, "kind"): grpo.PER_TOKEN,
         (LossConfig, "aggregate"): grpo.AGGREGATES,

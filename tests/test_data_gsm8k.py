@@ -17,9 +17,9 @@ import pytest
 from pyarrow import parquet
 
 import data_gsm8k
-from inputs import question_files
+from tasks import question_files
 from inputs.files import InputError
-from inputs.question_files import Row
+from tasks.question_files import Row
 from knobs import DataConfig
 from tiny_model import build_tokenizer
 

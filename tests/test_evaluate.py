@@ -20,7 +20,7 @@ import reward_gsm8k
 from inputs.config import to_yaml
 from data_gsm8k import Question
 from engines.interface import Completion
-from inputs.scoring import Score
+from tasks.scoring import Score
 from knobs import Config
 
 

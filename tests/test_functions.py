@@ -20,9 +20,10 @@ import data_gsm8k
 import grpo
 import run_record
 from inputs.config import load_config
-from inputs import check, functions, math_answers
+from inputs import check, functions
+from tasks import math_answers
 from inputs.files import InputError
-from inputs.scoring import Call, Failure, Score, Scorer, usable_cores
+from tasks.scoring import Call, Failure, Score, Scorer, usable_cores
 from knobs import Config, RewardConfig
 
 OWN = Path(__file__).parent / "support" / "own.py"

@@ -12,7 +12,8 @@ from breaking import failing_read
 import run_record
 from data_gsm8k import load_tokenizer
 from inputs import files as input_files
-from inputs import hf_config, question_files
+from inputs import hf_config
+from tasks import question_files
 from inputs.files import InputError
 
 READERS = (

@@ -20,7 +20,8 @@ from tiers import asked, nightly
 
 from facts.architectures import Architecture
 from inputs.config import load_config, to_yaml
-from inputs import hf_config, question_files
+from inputs import hf_config
+from tasks import question_files
 from inputs.files import InputError, one_line
 from knobs import Config
 

@@ -23,7 +23,7 @@ from engines import vllm_engine
 from engines.interface import Completion
 from inputs import hf_config
 from inputs.files import InputError
-from inputs.scoring import Score
+from tasks.scoring import Score
 from knobs import Config
 from rollout import Rollout
 

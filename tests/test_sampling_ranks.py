@@ -32,7 +32,7 @@ import startup
 from inputs.config import to_yaml
 from inputs import check
 from inputs.files import InputError
-from inputs.scoring import Scorer
+from tasks.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel

