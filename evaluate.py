@@ -20,9 +20,9 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import torch
 
 import data_gsm8k
-import device as devices
+from hardware import device as devices
 import parallel_setup
-import quantisation
+from hardware import quantisation
 import reward_gsm8k
 import rollout
 import weights_hf

@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import checkpoint
-import device as devices
+from hardware import device as devices
 import lora_megatron
-import quantisation as quantised
+from hardware import quantisation as quantised
 import weights_hf
 from adapter_weights import Adapted, adapted_modules
 from facts.architectures import Architecture, tensor_shapes

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import device as devices
-import quantisation as quantised
+from hardware import device as devices
+from hardware import quantisation as quantised
 from facts.architectures import Architecture
 from hardware import kernels
 from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
 from packing import CausalAttention, Packing
 from parallel_setup import Parallel
-from quantisation import Packed
+from hardware.quantisation import Packed
 
 
 class RMSNorm(torch.nn.Module):

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import device as devices
+from hardware import device as devices
 from inputs.files import MOST_RANKS, InputError, one_line, print_every_letter, shown, variable
 from inputs.rules import Side
 from knobs import Config, ParallelConfig
@@ -127,7 +127,7 @@ def start_device(cfg: Config) -> torch.device:
 def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
     """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
 
-    This is the only place that selects a device; device.py explains the order. open_layout comes next. After an
+    This is the only place that selects a device; hardware/device.py explains the order. open_layout comes next. After an
     exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
     """
     torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
@@ -209,7 +209,7 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 
 @contextlib.contextmanager
 def _groups_on(device: torch.device) -> Iterator[None]:
-    """A context in which Megatron makes its groups on the backend of ``device``, with the options of device.py."""
+    """A context in which Megatron makes its groups on the backend of ``device``, with the options of hardware/device.py."""
     from megatron.core import parallel_state
 
     create, options = parallel_state.create_group, parallel_state.get_nccl_options

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
-import device as devices
+from hardware import device as devices
 import evaluate
 import lora_megatron
 import parallel_setup

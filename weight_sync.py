@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import adapter_weights
 import aqn
-import device as devices
+from hardware import device as devices
 import model_megatron
 import weights_hf
 from facts.architectures import modules

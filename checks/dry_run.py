@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-import device as devices
+from hardware import device as devices
 import lora_megatron
 import parallel_setup
 import routing_replay

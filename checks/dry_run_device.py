@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import device as devices
+from hardware import device as devices
 import parallel_setup
 from facts.architectures import Architecture, tensor_shapes
 from knobs import ParallelConfig

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import device as devices
+from hardware import device as devices
 from checks import launched
 from inputs.files import InputError
 from knobs import Config

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import device as devices
+from hardware import device as devices
 import packing
-import quantisation
+from hardware import quantisation
 from facts.architectures import Architecture
 from checks import launched
 from inputs.config import derive_seed
@@ -35,7 +35,7 @@ from inputs.rules import check_layout
 from knobs import Config
 from parallel_setup import Parallel
 from plan import grid, memory
-from quantisation import Packed
+from hardware.quantisation import Packed
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import adapter_weights
-import device as devices
+from hardware import device as devices
 import lora_megatron
 import model_megatron
 import rollout

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from facts.architectures import Architecture, layers
-from device import DTYPES
+from hardware.device import DTYPES
 from inputs.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs

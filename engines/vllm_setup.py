@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import device as devices
+from hardware import device as devices
 from facts.architectures import Architecture
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from inputs import capacity

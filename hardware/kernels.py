@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inputs.hf_config import PIECE
-from quantisation import Packed
+from hardware.quantisation import Packed
 
 HALF = (torch.bfloat16, torch.float16)
 

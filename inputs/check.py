@@ -16,7 +16,7 @@ from tqdm import tqdm
 import aqn
 import checkpoint
 import data_gsm8k
-import device as devices
+from hardware import device as devices
 import evaluate
 import reward_gsm8k
 import rollout

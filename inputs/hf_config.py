@@ -40,7 +40,7 @@ def logits_per_chunk(device: str) -> int:
 
 
 def int4_bytes(out: int, inputs: int, element: int) -> int:
-    """Bytes of a matrix in int4 (quantisation.py) of a model whose numbers have ``element`` bytes."""
+    """Bytes of a matrix in int4 (hardware/quantisation.py) of a model whose numbers have ``element`` bytes."""
     return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 

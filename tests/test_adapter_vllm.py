@@ -27,7 +27,7 @@ from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
-import device as devices
+from hardware import device as devices
 import weights_hf
 from facts.architectures import tensor_shapes
 from inputs.config import load_config

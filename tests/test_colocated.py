@@ -28,7 +28,7 @@ from source import ROOT
 from tiers import asked, nightly
 from torch import Tensor
 
-import device as devices
+from hardware import device as devices
 import parallel_setup
 import rollout
 from inputs.config import load_config

@@ -1,4 +1,4 @@
-"""Operations of kernels.py and device.py: exact sums, norms as in transformers, and the start of a device.
+"""Operations of kernels.py and hardware/device.py: exact sums, norms as in transformers, and the start of a device.
 
 tests/on_device/test_operators.py compares every operation with its formula.
 """
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import device as devices
+from hardware import device as devices
 from hardware import kernels
 from inputs.files import InputError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from saved import config_in
 
-import device as devices
+from hardware import device as devices
 import startup
 from runlog import Heartbeat, RunLog, StepTimer
 

@@ -120,7 +120,7 @@ def test_reporting_needs_no_torch_and_the_versions_of_the_runs_and_of_the_tests(
 def test_only_device_names_an_accelerator() -> None:
     for name in FILES.keys() - NAME_PACKAGES:
         found = re.findall(ONLY_DEVICE, FILES[name].read_text())
-        assert not found, f"{name} names {found[0]}; only device.py and kernels.py may"
+        assert not found, f"{name} names {found[0]}; only hardware/device.py and kernels.py may"
 
 
 def test_no_test_imports_another() -> None:

@@ -23,7 +23,7 @@ import world
 from live_bytes import LiveBytes
 from tiers import ci, nightly
 
-import device as devices
+from hardware import device as devices
 import lora_megatron
 import model_megatron
 import parallel_setup

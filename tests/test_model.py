@@ -20,7 +20,7 @@ from measured import log_probs
 from tiers import asked, ci, nightly
 from torch import Tensor
 
-import device as devices
+from hardware import device as devices
 import model_megatron
 from parallel_setup import Parallel
 

@@ -1,7 +1,7 @@
 """Every operator of kernels.py and packing.py with the real torch_npu, at the sizes of the shipped layouts.
 
 The tensors have no data (FakeTensorMode) and CANN is a stub (cann_stub.py), so no NPU is needed. This shows that the
-names, arguments and shapes of the calls are right, forward and backward, and that device.py starts up. It does not show
+names, arguments and shapes of the calls are right, forward and backward, and that hardware/device.py starts up. It does not show
 what the kernels compute, how fast they are, or which tensors a device refuses; for that, kernels.py has rules of its
 own, with tests in test_npu.py.
 
@@ -32,7 +32,7 @@ import pytest
 import run_scripts
 from tiers import asked, nightly
 
-import device as devices
+from hardware import device as devices
 
 pytestmark = [pytest.mark.npu_schema, pytest.mark.nightly]
 

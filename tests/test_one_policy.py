@@ -32,7 +32,7 @@ import policy
 import run_record
 import weights_hf
 from inputs.config import to_yaml
-from device import DTYPES
+from hardware.device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
 from hardware import kernels

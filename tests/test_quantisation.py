@@ -19,7 +19,7 @@ from torch import Tensor
 import adapter_weights
 import export
 import lora_megatron
-import quantisation
+from hardware import quantisation
 import weights_hf
 from hardware import kernels
 from inputs import hf_config, rules

@@ -15,7 +15,7 @@ import training
 import world
 from tiers import ci
 
-import device as devices
+from hardware import device as devices
 import rollout
 from inputs.config import derive_seed
 from data_gsm8k import Question, Questions

@@ -30,7 +30,7 @@ from source import ROOT
 from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
-import device as devices
+from hardware import device as devices
 from inputs.config import load_config
 from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine

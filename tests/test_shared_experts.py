@@ -24,7 +24,7 @@ from torch import Tensor
 import lora_megatron
 import model_megatron
 import weights_hf
-from device import DTYPES
+from hardware.device import DTYPES
 from engines import vllm_inside
 from engines.interface import Stack
 from engines.torch_sampler import TorchSampler

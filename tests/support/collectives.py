@@ -22,7 +22,7 @@ import train_grpo
 import training_command
 from facts.architectures import Architecture, layers
 from inputs.config import load_config, to_dict
-from device import DTYPES
+from hardware.device import DTYPES
 from engines.interface import Completion, Engine, Stack
 from facts.engines import ENGINES
 from inputs import check

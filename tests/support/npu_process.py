@@ -1,4 +1,4 @@
-"""What runs on fake_npu.py, in a process of its own: operations, the start-up of device.py, and trainings.
+"""What runs on fake_npu.py, in a process of its own: operations, the start-up of hardware/device.py, and trainings.
 
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import device as devices  # noqa: E402
+from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 from facts import variables as environment  # noqa: E402
 

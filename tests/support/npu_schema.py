@@ -29,7 +29,7 @@ from facts.architectures import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import device as devices  # noqa: E402
+from hardware import device as devices  # noqa: E402
 import packing  # noqa: E402
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
@@ -153,7 +153,7 @@ def stand_in() -> list[str]:
 
 
 def start_up() -> dict:
-    """What device.py finds on the stub, which has 16 devices, and whether Megatron can be imported there."""
+    """What hardware/device.py finds on the stub, which has 16 devices, and whether Megatron can be imported there."""
     npu, found = devices.resolve("npu"), {"auto": str(devices.resolve("auto"))}
     os.environ["LOCAL_RANK"] = "16"
     try:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-import device as devices
+from hardware import device as devices
 import parallel_setup
 from knobs import ParallelConfig
 
