@@ -30,7 +30,7 @@ from inputs.files import (
     write_atomically,
 )
 from knobs import Config
-from run_record import lock_run, sha256_file
+from runlog.run_record import lock_run, sha256_file
 from weights_hf import save_file
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.

@@ -44,7 +44,7 @@ from inputs.files import (
     whole_folder,
 )
 from knobs import Config, LoraConfig, ModelConfig
-from run_record import refuse_changed_inputs
+from runlog.run_record import refuse_changed_inputs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()

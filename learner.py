@@ -33,7 +33,7 @@ from lora_megatron import whole_shape
 from policy import Policy
 from rollout import MicroBatch, Rollout
 from routing_replay import RouterLoad, RoutingReplay
-from runlog import StepTimer
+from runlog.log import StepTimer
 from tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names

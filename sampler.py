@@ -13,7 +13,7 @@ from learner import Learner
 from plan import grid, parameters
 from policy import Policy
 from rollout import Sampled
-from runlog import Heartbeat
+from runlog.log import Heartbeat
 from tripwires import Tripwires
 from weight_sync import Push
 

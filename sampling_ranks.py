@@ -33,7 +33,7 @@ from learner import Learner
 from parallel_setup import Parallel, launched_rank, launched_world_size
 from policy import Policy
 from rollout import Sampled
-from runlog import Heartbeat, StepTimer
+from runlog.log import Heartbeat, StepTimer
 from sampler import Evaluation, Pushed, Sampler
 from tripwires import Tripped, Tripwires
 

@@ -20,7 +20,7 @@ import evaluate
 import lora_megatron
 import parallel_setup
 import rollout
-import runlog
+from runlog import log as runlog
 from inputs.config import changes_at_resume, to_dict
 from data_gsm8k import Question
 from engines.interface import Completion
@@ -34,7 +34,7 @@ from parallel_setup import Parallel
 from plan import utilisation
 from policy import Policy
 from rollout import Rollout, Sampled
-from runlog import Heartbeat
+from runlog.log import Heartbeat
 from sampler import Colocated, Sampler
 from sampling_ranks import Apart, Bridge
 from tripwires import Tripwires

@@ -34,7 +34,7 @@ from knobs import Config
 from lab.records import Part, planted_fault, validated
 from plan import whole_run
 from plan.memory import GIB
-from run_record import lock_file, read_lines
+from runlog.run_record import lock_file, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
 ROOT = Path(__file__).resolve().parent

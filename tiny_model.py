@@ -33,7 +33,7 @@ from inputs import hf_config
 from inputs.files import InputError, aside, disk_errors, read_object, whole_folder
 from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
-from run_record import lock_file
+from runlog.run_record import lock_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

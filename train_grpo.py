@@ -15,10 +15,10 @@ import sys
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-import runlog
+from runlog import log
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    runlog.end_on_signals()
+    log.end_on_signals()
 
 import grpo
 import parallel_setup

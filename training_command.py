@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 
 import parallel_setup
-import runlog
+from runlog import log as runlog
 import sampling_ranks
 import startup
 import tiny_model
@@ -15,9 +15,9 @@ from inputs import check
 from inputs.files import MOST_RANKS, InputError, one_line
 from tasks.scoring import Scorer
 from knobs import Config
-from lab import trackers
+from runlog import trackers
 from plan import doctor
-from runlog import Heartbeat, RunLog
+from runlog.log import Heartbeat, RunLog
 from sampling_ranks import Bridge
 from startup import Run
 from tripwires import Tripped

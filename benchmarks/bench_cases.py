@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from inputs.files import InputError
 from knobs import Config
-from run_record import cpu_name, git_state
+from runlog.run_record import cpu_name, git_state
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(

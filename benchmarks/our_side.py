@@ -25,14 +25,14 @@ import export
 import packing
 import reward_gsm8k
 import rollout
-import runlog
+from runlog import log
 import startup
 import train_grpo
 import training_command
 from engines.torch_sampler import TorchSampler
 from inputs import check
 from learner import Learner
-from runlog import StepTimer
+from runlog.log import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
 
@@ -182,9 +182,9 @@ def install(side: Side) -> None:
         side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
         return completions
 
-    write_step, real_sample = runlog.RunLog.log_step, TorchSampler.sample
-    runlog.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
-    runlog.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
+    write_step, real_sample = log.RunLog.log_step, TorchSampler.sample
+    log.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
+    log.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
     check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.

@@ -52,7 +52,7 @@ from plan import grid, memory, parameters
 from plan.search import broken_rules
 from policy import Policy
 from rollout import Rollout
-from runlog import StepTimer
+from runlog.log import StepTimer
 from weight_sync import Push
 
 # ------------------------------------------------------------------------------------------------ the step

@@ -20,7 +20,7 @@ from hardware import device as devices
 import evaluate
 import reward_gsm8k
 import rollout
-import run_record
+from runlog import run_record
 import tiny_model
 import weights_hf
 from facts.architectures import Architecture

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from run_record import read_lines
+from runlog.run_record import read_lines
 
 METRICS = (
     "reward/mean",

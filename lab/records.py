@@ -26,7 +26,7 @@ from inputs.files import (
     whole_folder,
     write_atomically,
 )
-from run_record import checksums, read_lines, variant_name
+from runlog.run_record import checksums, read_lines, variant_name
 
 if TYPE_CHECKING:
     import pandas

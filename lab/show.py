@@ -8,7 +8,7 @@ They are those of completions.jsonl in the run's folder; train.completions_logge
 from pathlib import Path
 
 from inputs.files import InputError, printable
-from run_record import read_lines
+from runlog.run_record import read_lines
 
 
 def show(run: Path, step: int | None = None) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from inputs.files import InputError
 from knobs import Config
 from plan.search import Setting, judge
-from run_record import read_lines
+from runlog.run_record import read_lines
 
 TRAINING = ("timing/old_logp_s", "timing/reference_s", "timing/update_s")  # seconds of timing.jsonl
 PLANNED = ("old policy", "reference", "update forward", "update backward", "optimizer")  # the same in the plan

@@ -47,7 +47,7 @@ from pytest import CaptureFixture, MonkeyPatch
 from tiers import ci
 
 import data_gsm8k
-import run_record
+from runlog import run_record
 import tiny_model
 from plan import doctor
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from saved import config_in, is_whole, names, opened, saved, tensors_of
 
 import checkpoint
-import runlog
+from runlog import log as runlog
 from inputs.config import changes_at_resume, to_dict
 from inputs.files import InputError
 from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig

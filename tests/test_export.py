@@ -29,7 +29,7 @@ import checkpoint
 import export
 import lora_megatron
 import model_megatron
-import run_record
+from runlog import run_record
 import weights_hf
 from inputs.config import load_config
 from inputs import hf_config

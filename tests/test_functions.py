@@ -18,7 +18,7 @@ from saved import config_in
 
 import data_gsm8k
 import grpo
-import run_record
+from runlog import run_record
 from inputs.config import load_config
 from inputs import check, functions
 from tasks import math_answers

@@ -9,7 +9,7 @@ import killed
 import pytest
 from breaking import failing_read
 
-import run_record
+from runlog import run_record
 from data_gsm8k import load_tokenizer
 from inputs import files as input_files
 from inputs import hf_config

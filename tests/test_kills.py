@@ -25,7 +25,7 @@ from tiers import ci
 from training import config, make_model
 
 import checkpoint
-import runlog
+from runlog import log as runlog
 from inputs.config import to_yaml
 from inputs.files import InputError
 from knobs import Config

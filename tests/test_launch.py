@@ -24,13 +24,13 @@ import training
 from saved import config_in
 
 import parallel_setup
-import runlog
+from runlog import log as runlog
 import train_grpo
 import training_command
 from checks import launched as launched_question
 from inputs.config import to_yaml
 from parallel_setup import Parallel
-from runlog import EXIT_CODE, Heartbeat, RunLog
+from runlog.log import EXIT_CODE, Heartbeat, RunLog
 
 
 @pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ("hang", 6, EXIT_CODE)])

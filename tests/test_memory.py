@@ -38,7 +38,7 @@ from learner import Learner
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
 from policy import Policy
-from runlog import Heartbeat, RunLog, StepTimer
+from runlog.log import Heartbeat, RunLog, StepTimer
 
 KINDS = ("tensor", "data", "expert", "expert_data")
 ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")

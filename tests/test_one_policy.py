@@ -29,7 +29,7 @@ import checkpoint
 import export
 import model_megatron
 import policy
-import run_record
+from runlog import run_record
 import weights_hf
 from inputs.config import to_yaml
 from hardware.device import DTYPES

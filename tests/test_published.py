@@ -253,7 +253,7 @@ def test_a_calibrated_plan_takes_as_long_as_the_run_that_was_measured(tmp_path: 
     """
     timing = {f"timing/{name}_s": seconds for name, seconds in MEASURED.items()} | {"perf/tokens_per_s": 1140.6}
     shorter, longer = ({name: value * factor for name, value in timing.items()} for factor in (0.9, 5))
-    lost = timing | {"timing/update_s": None}  # as runlog.py writes a number that is not finite
+    lost = timing | {"timing/update_s": None}  # as runlog/log.py writes a number that is not finite
     odd = timing | {"timing/update_s": -9.0, "timing/generate_s": math.inf}  # of a file that was changed by hand
     rows = [dict.fromkeys(timing, 999.0), longer, timing, lost, odd, shorter]
     rows = [{"step": i} | row for i, row in enumerate(rows)]

@@ -15,7 +15,7 @@ from source import ROOT
 
 from inputs.files import InputError
 from lab import records
-from run_record import read_lines
+from runlog.run_record import read_lines
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from breaking import flip_a_bit
 from tiers import asked, ci, nightly
 
 import checkpoint
-import run_record
+from runlog import run_record
 import train_grpo
 from inputs.config import to_yaml
 from parallel_setup import Parallel
-from run_record import sha256_file
+from runlog.run_record import sha256_file
 
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")

@@ -17,7 +17,7 @@ from pytest import MonkeyPatch
 from recorded import commit, git
 from saved import config_in
 
-import run_record
+from runlog import run_record
 from inputs.files import InputError, write_atomically
 from knobs import Config
 
@@ -59,7 +59,7 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
     source, record = tmp_path / "source", tmp_path / "record"
     source.mkdir()
     record.mkdir()
-    monkeypatch.setattr(run_record, "__file__", str(source / "run_record.py"))
+    monkeypatch.setattr(run_record, "__file__", str(source / "runlog/run_record.py"))
     (source / "old.py").write_text("a = 1\n")
     git(source, "init", "-q")
     head = commit(source)
@@ -81,7 +81,7 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
 
 
 def test_a_start_without_a_commit_says_so(tmp_path: Path, monkeypatch: MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(run_record, "__file__", str(tmp_path / "run_record.py"))
+    monkeypatch.setattr(run_record, "__file__", str(tmp_path / "runlog/run_record.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     run_record.write_records(tmp_path, config_in(tmp_path), 1)
     assert json.loads((tmp_path / "git.json").read_text()) == {"commit": None, "dirty": None}

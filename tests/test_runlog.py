@@ -16,8 +16,8 @@ from pytest import MonkeyPatch
 from saved import config_in
 from tiers import ci
 
-import run_record
-import runlog
+from runlog import run_record
+from runlog import log as runlog
 from knobs import Config
 
 

@@ -36,7 +36,7 @@ from tasks.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from runlog import EXIT_CODE
+from runlog.log import EXIT_CODE
 from sampling_ranks import Apart, Bridge, Samplers
 
 OWN = Path(__file__).parent / "support" / "own.py"

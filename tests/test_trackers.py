@@ -21,11 +21,11 @@ from pytest import MonkeyPatch
 from saved import config_in, opened
 from source import ROOT
 
-import run_record
+from runlog import run_record
 import train_grpo
 import training_command
-from lab import trackers
-from runlog import RunLog
+from runlog import trackers
+from runlog.log import RunLog
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 

@@ -18,7 +18,7 @@ from source import ROOT
 from tiers import asked, ci, nightly
 from training import raised
 
-import runlog
+from runlog import log as runlog
 from inputs.config import load_config, to_yaml
 from inputs.files import InputError
 from knobs import ChecksConfig

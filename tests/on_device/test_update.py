@@ -24,7 +24,7 @@ from learner import MOMENTS, Learner
 from parallel_setup import Parallel
 from policy import Policy
 from rollout import Rollout
-from runlog import Heartbeat, RunLog, StepTimer
+from runlog.log import Heartbeat, RunLog, StepTimer
 
 pytestmark = pytest.mark.device
 LAYOUTS = world.TESTED

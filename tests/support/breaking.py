@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train_grpo
-from run_record import sha256_file
+from runlog.run_record import sha256_file
 
 CONFIG = """\
 name: good

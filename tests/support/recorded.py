@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from source import ROOT
 
-import run_record
+from runlog import run_record
 from inputs.config import config_hash, load_config, to_yaml
 from lab import records
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import checkpoint
 from knobs import Config, DataConfig, ModelConfig, TrainConfig
-from runlog import RunLog
+from runlog.log import RunLog
 
 
 def config_in(folder: Path, **train: object) -> Config:

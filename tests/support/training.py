@@ -19,8 +19,8 @@ from planting import Plant
 import parallel_setup
 import reward_gsm8k
 import rollout
-import run_record
-import runlog
+from runlog import run_record
+from runlog import log
 import startup
 import tiny_model
 import train_grpo
@@ -31,7 +31,7 @@ from tasks.scoring import Scorer
 from knobs import Config
 from lab import curves
 from learner import Learner
-from runlog import Heartbeat, RunLog
+from runlog.log import Heartbeat, RunLog
 from tripwires import Tripped
 
 SIZES = dict(
@@ -141,7 +141,7 @@ def lighten(lenient: bool = True) -> None:
     """Make runs cheaper in this forked process: no figures, only the inputs recorded, a lenient reward if asked."""
     if lenient:
         reward_gsm8k.score = lenient_score
-    curves.draw_curves, runlog.write_records = lambda *args: None, record_inputs
+    curves.draw_curves, log.write_records = lambda *args: None, record_inputs
 
 
 def record_inputs(folder: Path, cfg: Config, *_: object) -> None:

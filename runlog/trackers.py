@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inputs.files import InputError
-from run_record import SECRETS
+from runlog.run_record import SECRETS
 
 FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; those of the training come first
 INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"

@@ -1,0 +1,1 @@
+"""What a run writes into its folder while it runs."""
