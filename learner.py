@@ -20,9 +20,9 @@ from torch.optim.adamw import adamw
 
 import adapter_weights
 import grpo
-import packing
+from model import packing
 import rollout
-import routing_replay
+from model import routing_replay
 from adapter_weights import checksums
 from checkpoint import Checkpoint
 from engines.interface import Completion
@@ -32,7 +32,7 @@ from knobs import Config, OptimConfig
 from lora_megatron import whole_shape
 from policy import Policy
 from rollout import MicroBatch, Rollout
-from routing_replay import RouterLoad, RoutingReplay
+from model.routing_replay import RouterLoad, RoutingReplay
 from runlog.log import StepTimer
 from tripwires import Tripped
 

@@ -24,7 +24,7 @@ from hardware import kernels
 from inputs.files import InputError
 from inputs.hf_config import merged_together
 from knobs import LoraConfig
-from model_megatron import GroupedLinear
+from model.megatron_model import GroupedLinear
 from parallel_setup import Factor, Parallel
 
 # ------------------------------------------------------------------------------------------------ the adapters

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import adapter_weights
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import weights_hf
 from adapter_weights import checksums, hf_name
 from facts.architectures import Architecture
 from inputs.files import first_three
 from knobs import Config
-from model_megatron import TokenStats
+from model.megatron_model import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch
 from weights_hf import Slot
@@ -43,7 +43,7 @@ class Policy:
     @classmethod
     def load(cls, cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
         """The model of model.path on the host, with new adapters."""
-        model = model_megatron.build_for(cfg.model, arch, parallel)
+        model = megatron_model.build_for(cfg.model, arch, parallel)
         weights_hf.load(model, arch, parallel, cfg.model.path)
         return cls(cfg, arch, parallel, model)
 
@@ -51,7 +51,7 @@ class Policy:
 
     def logprobs(self, micro: MicroBatch) -> TokenStats:
         """The log-prob and the entropy of each token of ``micro``, at rollout.temperature.  (b, T) each"""
-        stats = model_megatron.token_logprobs(
+        stats = megatron_model.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
         if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks

@@ -22,7 +22,7 @@ from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from tasks.scoring import Score
 from knobs import Config, RolloutConfig
-from packing import Packing
+from model.packing import Packing
 from parallel_setup import Parallel
 
 

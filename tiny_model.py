@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data_gsm8k
-import model_megatron
+from model import megatron_model
 import parallel_setup
 import weights_hf
 from facts.architectures import Architecture, tensor_shapes
@@ -137,7 +137,7 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
         dist.barrier()
         if tiny.warm_start_steps:
             arch = hf_config.read(unfinished)
-            model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
+            model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
             weights_hf.load(model, arch, parallel, unfinished)
             _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(unfinished), beat)
             if parallel.rank == 0:

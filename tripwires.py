@@ -363,7 +363,7 @@ class Tripwires:
                 self.trip(
                     "impossible",
                     f"{when}: {name} is {metrics[name]:.2g}, which cannot be negative",
-                    "the sign in grpo.py, and in model_megatron.py for the entropy",
+                    "the sign in grpo.py, and in model/megatron_model.py for the entropy",
                 )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
         if kl is not None:

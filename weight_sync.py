@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 import adapter_weights
 import aqn
 from hardware import device as devices
-import model_megatron
+from model import megatron_model
 import weights_hf
 from facts.architectures import modules
 from engines import vllm_colocated
@@ -24,7 +24,7 @@ from engines.interface import Completion, Engine, Stack, TensorStream
 from inputs.files import InputError
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
-from model_megatron import GroupedLinear
+from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
 from policy import Policy
@@ -268,7 +268,7 @@ class Push:
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
         position = torch.arange(tokens.shape[1]) - len(prompt)
         mask = ((position >= 0) & (position < torch.tensor([[len(answer)] for answer in answers]))).long()
-        logp, *_ = model_megatron.token_logprobs(
+        logp, *_ = megatron_model.token_logprobs(
             self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
         )
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
@@ -336,7 +336,7 @@ def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel)
     with contextlib.ExitStack() as hooks:
         for layer in model.decoder.layers:
             hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
-        model_megatron.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
+        megatron_model.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
     if model.config.sequence_parallel:
         outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
     return [output[: len(prompt), 0] for output in outputs]

@@ -19,7 +19,7 @@ from torch import Tensor
 from facts.architectures import Architecture, modules, tensor_shapes
 from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
-from model_megatron import GroupedLinear
+from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from hardware.quantisation import Packed, quantise
 

@@ -22,7 +22,7 @@ import torch
 
 import data_gsm8k
 import export
-import packing
+from model import packing
 import reward_gsm8k
 import rollout
 from runlog import log

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from hardware import device as devices
 import lora_megatron
 import parallel_setup
-import routing_replay
+from model import routing_replay
 import weights_hf
 from facts.architectures import Architecture, layers
 from checks import dry_run_device

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hardware import device as devices
-import packing
+from model import packing
 from hardware import quantisation
 from facts.architectures import Architecture
 from checks import launched
@@ -123,7 +123,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
 
     def own_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-        """As packing.py: on a GPU in 16 bits a sequence, elsewhere padded rows with a mask."""
+        """As model/packing.py: on a GPU in 16 bits a sequence, elsewhere padded rows with a mask."""
         if not kernels.takes_sequences(query):
             return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
         query, key, value = (x[0, :, :T].transpose(0, 1) for x in (query, key, value))

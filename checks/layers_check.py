@@ -26,9 +26,9 @@ from torch import Tensor
 import adapter_weights
 from hardware import device as devices
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import rollout
-import routing_replay
+from model import routing_replay
 import tiny_model
 import weights_hf
 from facts.architectures import Architecture
@@ -142,7 +142,7 @@ def token_gaps(
         no_advantages = torch.zeros(len(batch.lengths))
         micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
         forward = functools.partial(
-            model_megatron.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
+            megatron_model.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
         )
         stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
         gaps.append(padded((stats.logp - micro.rollout_logp).abs()))

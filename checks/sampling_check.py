@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-import model_megatron
+from model import megatron_model
 from parallel_setup import Parallel
 from rollout import Rollout
 
@@ -33,8 +33,8 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
     Collective. The result is the same on every rank.
     """
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
-    hidden = model_megatron.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
-    logits = (hidden @ model_megatron.head_weight(model).t()).float() / temperature  # (P, V / tensor)
+    hidden = megatron_model.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
+    logits = (hidden @ megatron_model.head_weight(model).t()).float() / temperature  # (P, V / tensor)
     of_tensor_ranks = parallel.gather_rows(logits)[: parallel.tensor]
     return torch.cat([*of_tensor_ranks], -1).double().log_softmax(-1)
 

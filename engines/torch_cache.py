@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import packing
+from model import packing
 from facts.architectures import Architecture
 
 # Number of slots by which the cache of a row grows. A cache with few unused slots is read in half of the time of a

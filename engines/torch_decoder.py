@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import packing
+from model import packing
 from facts.architectures import Architecture, modules
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from engines.torch_cache import LineCache, RowCache

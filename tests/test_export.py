@@ -28,7 +28,7 @@ import adapter_weights
 import checkpoint
 import export
 import lora_megatron
-import model_megatron
+from model import megatron_model
 from runlog import run_record
 import weights_hf
 from inputs.config import load_config
@@ -101,7 +101,7 @@ def trainer_logp(parallel, folders: dict[str, Path]) -> dict[str, tuple[dict[str
         adapted.fill(adapters, whole, arch, parallel)
         tokens, mask = adapted.my_rows(reference.tokens(), parallel)
         with torch.no_grad():
-            logp, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel)
+            logp, *_ = megatron_model.token_logprobs(model, tokens, mask, parallel)
         results[name] = (whole, logp[:, 1:])
     return results
 

@@ -25,7 +25,7 @@ from tiers import ci, nightly
 
 from hardware import device as devices
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import parallel_setup
 import rollout
 from facts.architectures import Architecture
@@ -95,7 +95,7 @@ def check_parameters(
     layout = RankGrid(*sizes, engine_tensor=1, engine_expert=1)
     with as_rank(layout.ranks - 1, *sizes) as parallel, torch.device("meta"):
         parallel = dataclasses.replace(parallel, device=torch.device("meta"))
-        model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation)
+        model = megatron_model.build(arch, parallel, dtype=dtype, recompute=False, quantisation=quantisation)
         codes = (b for name, b in model.named_buffers() if name.endswith((".codes", ".scales")))
         base = sum(tensor.nbytes for tensor in (*model.parameters(), *codes))
         adapters = lora_megatron.attach(model, lora, parallel, 0)
@@ -241,7 +241,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     What is copied to the host does not count: it goes to the meta device here.
     """
     arch, cfg = hf_config.read(path), training.config(path, folder)
-    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=False)
+    model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False)
     learner = Learner(cfg, Policy(cfg, arch, parallel, model), pad_token=0)
     with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor.to("meta")), LiveBytes() as live:
         tensors, _ = learner.state()

@@ -21,7 +21,7 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 
 from hardware import device as devices
-import model_megatron
+from model import megatron_model
 from parallel_setup import Parallel
 
 TOLERANCE = 1e-5  # of a log-prob near -5; measured 1e-6. The project promises 1e-4
@@ -65,8 +65,8 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     model, mask = load(path, parallel)[0], after_first(tokens)
     answers: dict[str, object] = {}
 
-    def stats(rows: Tensor, scored: Tensor, temperature: float = 1.0) -> model_megatron.TokenStats:
-        return model_megatron.token_logprobs(model, rows, scored, parallel, temperature)
+    def stats(rows: Tensor, scored: Tensor, temperature: float = 1.0) -> megatron_model.TokenStats:
+        return megatron_model.token_logprobs(model, rows, scored, parallel, temperature)
 
     def gradients(scored: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
@@ -93,7 +93,7 @@ def other_forwards(parallel: Parallel, path: Path, tokens: Tensor) -> dict[str, 
     answers["recompute_gap"] = largest_gap(gradients(mask), plain)
     head = model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer
     rows = 16 * len(head.weight)  # 16 of the 120 rows at a time
-    with mock.patch.object(model_megatron, "logits_per_chunk", lambda device: rows):
+    with mock.patch.object(megatron_model, "logits_per_chunk", lambda device: rows):
         answers["chunk_gap"] = largest_gap(gradients(mask), plain)
 
     model, _ = load(path, parallel, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ def gradients_of_both_dispatchers(parallel: Parallel, path: Path, tokens: Tensor
     for replaced in (devices.keep_row_counts_on_device, lambda dispatcher: None):
         with mock.patch.object(devices, "keep_row_counts_on_device", replaced):
             model, _ = load(path, parallel)
-        model_megatron.token_logprobs(model, tokens, after_first(tokens), parallel).logp.sum().backward()
+        megatron_model.token_logprobs(model, tokens, after_first(tokens), parallel).logp.sum().backward()
         answers.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return answers
 
@@ -121,7 +121,7 @@ def sharded_gradient(parallel: Parallel, hidden: Tensor, weight: Tensor, chosen:
     """d (signs . logp + 0.3 signs . entropy) / d hidden, summed over the tensor ranks."""
     state = hidden.clone().requires_grad_()
     shard = weight.chunk(parallel.tensor)[parallel.tensor_rank]
-    logp, entropy = model_megatron._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
+    logp, entropy = megatron_model._VocabularyLogProbs.apply(state, shard, chosen, TEMPERATURE, parallel)
     (signs @ logp + 0.3 * signs @ entropy).backward()
     if parallel.tensor > 1:
         torch.distributed.all_reduce(state.grad, group=parallel.tensor_group)
@@ -277,7 +277,7 @@ def test_log_probs_and_entropy_stay_exact_for_large_logits(scale):
     """Logits of 1e4 in fp32 have steps of 1e-3: entropy must not be the difference of two such numbers."""
     hidden, weight, chosen, _ = vocabulary_problem(scale)
     one_rank = SimpleNamespace(tensor=1, tensor_rank=0)
-    logp, entropy = model_megatron._VocabularyLogProbs.apply(hidden, weight, chosen, 1.0, one_rank)
+    logp, entropy = megatron_model._VocabularyLogProbs.apply(hidden, weight, chosen, 1.0, one_rank)
     exact = torch.log_softmax((hidden @ weight.t()).double(), -1)
     entropy_gap = (entropy - -(exact.exp() * exact).sum(-1)).abs().max()
     assert entropy_gap < 1e-5 and entropy.min() >= -1e-6

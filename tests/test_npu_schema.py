@@ -1,4 +1,4 @@
-"""Every operator of kernels.py and packing.py with the real torch_npu, at the sizes of the shipped layouts.
+"""Every operator of kernels.py and model/packing.py with the real torch_npu, at the sizes of the shipped layouts.
 
 The tensors have no data (FakeTensorMode) and CANN is a stub (cann_stub.py), so no NPU is needed. This shows that the
 names, arguments and shapes of the calls are right, forward and backward, and that hardware/device.py starts up. It does not show

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import checkpoint
 import export
-import model_megatron
+from model import megatron_model
 import policy
 from runlog import run_record
 import weights_hf
@@ -69,7 +69,7 @@ def attached(path: Path, cfg: Config, parallel: Parallel, merges: bool, recomput
 def log_probs(model, parallel: Parallel) -> Tensor:
     tokens, mask = adapted.my_rows(reference.tokens(), parallel)
     with torch.no_grad():
-        return model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
+        return megatron_model.token_logprobs(model, tokens, mask, parallel)[0]
 
 
 # ------------------------------------------------------------------------------------- the trainer has what is pushed

@@ -15,8 +15,8 @@ from gpu_attention import FORMS, as_on_a_gpu
 from tiers import ci
 from torch import Tensor
 
-import model_megatron
-import packing
+from model import megatron_model
+from model import packing
 from hardware import kernels
 
 TEMPERATURE = 0.7
@@ -84,7 +84,7 @@ def both_ways(parallel, path, recompute: bool, form: str) -> tuple[float, float,
         as_on_a_gpu(pytest.MonkeyPatch(), form)  # this process ends soon
     for packed in (None, packing.pack(tokens, mask, parallel.tensor)):
         model, _ = adapted.load(path, parallel, recompute=recompute)
-        logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+        logp, entropy, *_ = megatron_model.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
         (logp * torch.arange(16) + 0.3 * entropy).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for (
@@ -106,7 +106,7 @@ def of_nothing(parallel, path, form: str) -> float:
     if form:
         as_on_a_gpu(pytest.MonkeyPatch(), form)
     packed = packing.pack(tokens, mask, parallel.tensor)
-    logp, entropy, *_ = model_megatron.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
+    logp, entropy, *_ = megatron_model.token_logprobs(model, tokens, mask, parallel, TEMPERATURE, packed)
     (logp.sum() + entropy.sum()).backward()
     return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
 

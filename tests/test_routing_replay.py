@@ -17,9 +17,9 @@ import world
 from adapted import load, my_rows
 from tiers import ci
 
-import model_megatron
-import packing
-import routing_replay
+from model import megatron_model
+from model import packing
+from model import routing_replay
 
 KINDS = ["qwen3_moe", ci("qwen2_moe")]
 LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]
@@ -40,13 +40,13 @@ def replays(parallel, path, tokens):
     def logp(routes=None, replayed=None):
         with torch.no_grad():
             if routes is None:
-                return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
+                return megatron_model.token_logprobs(model, mine, mask, parallel)[0]
             with replay.replaying(routes, replayed, count=True):
-                return model_megatron.token_logprobs(model, mine, mask, parallel)[0]
+                return megatron_model.token_logprobs(model, mine, mask, parallel)[0]
 
     native = logp()
     with torch.no_grad():
-        _, routes = replay.record(lambda: model_megatron.token_logprobs(model, mine, mask, parallel), len(mine))
+        _, routes = replay.record(lambda: megatron_model.token_logprobs(model, mine, mask, parallel), len(mine))
     everywhere = torch.ones_like(mine, dtype=torch.bool)
     shifted = (routes + 1) % arch.num_experts
     one_row_late = routes.roll(1, dims=1)
@@ -113,7 +113,7 @@ def counted(parallel, path, packed):
     line = packing.pack(tokens, mask, parallel.tensor) if packed else None
 
     def logp():
-        return model_megatron.token_logprobs(model, tokens, mask, parallel, packing=line)[0]
+        return megatron_model.token_logprobs(model, tokens, mask, parallel, packing=line)[0]
 
     with load_of.counting(SimpleNamespace(mask=mask, packing=line)):
         found = logp()
@@ -209,7 +209,7 @@ def router_gradients(parallel, path, tokens, recompute):
     generator = torch.Generator().manual_seed(3)
     routes = torch.rand(*shape[:3], arch.num_experts, generator=generator).argsort(-1)[..., : shape[3]].to(torch.uint8)
     with replay.replaying(routes, torch.ones_like(tokens, dtype=torch.bool)):
-        model_megatron.token_logprobs(model, tokens, mask, parallel)[0].sum().backward()
+        megatron_model.token_logprobs(model, tokens, mask, parallel)[0].sum().backward()
         uses = list(replay.uses)
     return router.weight.grad, uses
 

@@ -22,7 +22,7 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import weights_hf
 from hardware.device import DTYPES
 from engines import vllm_inside
@@ -53,7 +53,7 @@ def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tupl
 def log_probs(model: torch.nn.Module, parallel: Parallel) -> Tensor:
     tokens, mask = adapted.my_rows(reference.tokens(), parallel)
     with torch.no_grad():
-        return model_megatron.token_logprobs(model, tokens, mask, parallel)[0]
+        return megatron_model.token_logprobs(model, tokens, mask, parallel)[0]
 
 
 def stored(tensors) -> dict[int, int]:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import training
 
-import model_megatron
+from model import megatron_model
 import tiny_model
 import weights_hf
 from inputs import hf_config
@@ -64,9 +64,9 @@ def warm_started(cfg: Config) -> tuple[list[torch.Tensor], list[str]]:
     """The weights of this rank's replica after the warm start, and what the watcher of stalls heard."""
     built: list[torch.nn.Module] = []
     heard: list[str] = []
-    build = model_megatron.build
+    build = megatron_model.build
     with mock.patch.object(
-        model_megatron, "build", lambda *args, **more: built.append(build(*args, **more)) or built[0]
+        megatron_model, "build", lambda *args, **more: built.append(build(*args, **more)) or built[0]
     ):
         tiny_model.make(cfg, torch.device("cpu"), heard.append)
     return [parameter.detach() for parameter in built[0].parameters()], heard

@@ -23,7 +23,7 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model_megatron
+from model import megatron_model
 import weights_hf
 from inputs import hf_config
 from inputs.files import InputError
@@ -47,7 +47,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
         arch = hf_config.read(folder)
         expected = load_file(folder / "model.safetensors")
         for held, dtype in DTYPES.items():
-            model = model_megatron.build(arch, parallel, dtype=dtype, recompute=False)
+            model = megatron_model.build(arch, parallel, dtype=dtype, recompute=False)
             with pytest.MonkeyPatch.context() as patch, _CountElements(patch) as count:
                 weights_hf.load(model, arch, parallel, folder)
             weights = list(weights_hf.slots(model, arch, parallel))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import adapter_weights
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import weights_hf
 from facts.architectures import Architecture
 from inputs import hf_config
@@ -34,7 +34,7 @@ def placed(cfg: Config, parallel: Parallel) -> Config:
 
 def load(path: Path, parallel: Parallel, *, dtype: torch.dtype = torch.float32, recompute: bool = False, **settings):
     arch = hf_config.read(path)
-    model = model_megatron.build(arch, parallel, dtype=dtype, recompute=recompute, **settings)
+    model = megatron_model.build(arch, parallel, dtype=dtype, recompute=recompute, **settings)
     weights_hf.load(model, arch, parallel, path)
     return model, arch
 
@@ -90,7 +90,7 @@ def backward(model: torch.nn.Module, tokens: Tensor, parallel: Parallel) -> Tens
     """Backward pass of the loss of lora_reference.compute on this rank's rows; the log-probs.  -> (b / data, T)"""
     mine, mask = my_rows(tokens, parallel)
     weights, _ = my_rows(lora_reference.loss_weights(tokens), parallel)
-    logp, entropy, *_ = model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)
+    logp, entropy, *_ = megatron_model.token_logprobs(model, mine, mask, parallel, TEMPERATURE)
     (weights * (logp + 0.3 * entropy)).sum().backward()
     return logp.detach()
 

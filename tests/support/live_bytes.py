@@ -9,7 +9,7 @@ import gc
 
 import torch
 
-import model_megatron
+from model import megatron_model
 from facts.architectures import Architecture
 from knobs import Config
 from parallel_setup import Parallel
@@ -61,7 +61,7 @@ def _all(events: list) -> list:
 
 def policy_of(parallel: Parallel, cfg: Config, arch: Architecture, merges: bool = False) -> Policy:
     """A policy in fp32 with random weights."""
-    model = model_megatron.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
+    model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=cfg.model.recompute)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.05)

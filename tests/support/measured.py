@@ -16,7 +16,7 @@ from lora_reference import TEMPERATURE, Reference
 from torch import Tensor
 
 import lora_megatron
-import model_megatron
+from model import megatron_model
 import parallel_setup
 import weights_hf
 from parallel_setup import Parallel
@@ -38,7 +38,7 @@ def log_probs(
     for name, path in paths.items():
         model, _ = load(path, parallel)
         with torch.no_grad():
-            stats = model_megatron.token_logprobs(model, mine, mask, parallel, temperature)
+            stats = megatron_model.token_logprobs(model, mine, mask, parallel, temperature)
         answers[name] = parallel.data_rank, [value.cpu() for value in stats[:2]]
     return answers
 
@@ -60,7 +60,7 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
 
     def log_probs() -> Tensor:
         with torch.no_grad():
-            return torch.stack(model_megatron.token_logprobs(model, mine, mask, parallel, TEMPERATURE)[:2])
+            return torch.stack(megatron_model.token_logprobs(model, mine, mask, parallel, TEMPERATURE)[:2])
 
     bare = log_probs()
     adapters = lora_megatron.attach(model, lora_config(), parallel, SEED)

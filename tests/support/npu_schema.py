@@ -30,7 +30,7 @@ from facts.architectures import Architecture
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hardware import device as devices  # noqa: E402
-import packing  # noqa: E402
+from model import packing  # noqa: E402
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
 from inputs.config import Config, load_config  # noqa: E402
@@ -70,7 +70,7 @@ def outcome(case: Case, where: str) -> list | str:
 
 
 def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
-    """The attention of packing.py: a full micro-batch of one prompt's completions, the last of which trains nothing."""
+    """The attention of model/packing.py: a full micro-batch of one prompt's completions, the last of which trains nothing."""
     layout = grid.of(cfg, ranks)
     rows = max(2, memory.micro_batch_tokens(cfg, layout) // cfg.row_tokens)
     own = cfg.rollout.max_new_tokens

@@ -19,7 +19,7 @@ from facts.architectures import Architecture
 from hardware import kernels
 from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
-from packing import CausalAttention, Packing
+from model.packing import CausalAttention, Packing
 from parallel_setup import Parallel
 from hardware.quantisation import Packed
 

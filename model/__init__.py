@@ -1,0 +1,1 @@
+"""The model in Megatron, and the rows that go through it."""
