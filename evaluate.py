@@ -25,7 +25,7 @@ import parallel_setup
 from hardware import quantisation
 import reward_gsm8k
 import rollout
-import weights_hf
+from weights import huggingface
 from facts.architectures import tensor_shapes
 from inputs.config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
@@ -249,7 +249,7 @@ def measure(cfg: Config) -> dict:
         parallel_setup.refuse_unequal(read)
         parallel = parallel_setup.open_layout(alone, device)
         engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
-        base, model, dtype = weights_hf.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
+        base, model, dtype = huggingface.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(
             (name, quantisation.frozen(base, name, dtype, model.quantisation)) for name in tensor_shapes(arch)
         )

@@ -25,12 +25,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-import checkpoint
+from weights import checkpoint
 from hardware import device as devices
 import lora_megatron
 from hardware import quantisation as quantised
-import weights_hf
-from adapter_weights import Adapted, adapted_modules
+from weights import huggingface
+from weights.adapter_weights import Adapted, adapted_modules
 from facts.architectures import Architecture, tensor_shapes
 from inputs.config import changed_keys, command, load_recorded
 from inputs import hf_config
@@ -64,7 +64,7 @@ def read_policy(
     cfg, found = read_run(run_dir, step)
     changed = refuse_changed_inputs(run_dir, cfg, accept=accept_changed_inputs, how="--accept-changed-inputs")
     arch = hf_config.read(cfg.model.path)
-    weights_hf.read_model(cfg.model.path, arch)
+    huggingface.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
     return cfg, found, changed, arch, modules, check_factors(found, modules)
 
@@ -165,8 +165,8 @@ def merged_part(
     if part is not None:
         merged = lora_megatron.merge(weight.mT, a[part], b[part], scale).mT
     elif module.target == "linear_qkv":
-        weight, b = (weights_hf.interleave_qkv(rows, arch.num_kv_heads, arch) for rows in (weight[0], b))
-        merged = weights_hf.separate_qkv(lora_megatron.merge(weight, b, a, scale), arch.num_kv_heads, arch)[None]
+        weight, b = (huggingface.interleave_qkv(rows, arch.num_kv_heads, arch) for rows in (weight[0], b))
+        merged = huggingface.separate_qkv(lora_megatron.merge(weight, b, a, scale), arch.num_kv_heads, arch)[None]
     else:
         merged = lora_megatron.merge(weight[0], b, a, scale)[None]
     sizes = [rows for rows, *_ in module.blocks.values()]
@@ -185,15 +185,15 @@ def write_merged(
     source, dtype, shapes = Path(model.path), devices.DTYPES[model.dtype], tensor_shapes(arch)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     _check_room(folder, num_bytes)
-    base = weights_hf.read_model(source, arch)
+    base = huggingface.read_model(source, arch)
     tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation)
-    weights_hf.save_model(tensors, folder)
+    huggingface.save_model(tensors, folder)
     about = read_object(source / "config.json")
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     copy_tokenizer(source, folder)
-    for name, weight in weights_hf.read_model(folder, arch).items():
+    for name, weight in huggingface.read_model(folder, arch).items():
         if weight.dtype != dtype or not weight.isfinite().all():
             raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
     return len(shapes), num_bytes
@@ -285,7 +285,7 @@ def write_adapter(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
     path = folder / "adapter_model.safetensors"
-    weights_hf.save_file(tensors, path)
+    huggingface.save_file(tensors, path)
     about = adapter_config(os.path.abspath(base_model), lora, modules)
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     copy_tokenizer(Path(base_model), folder)
@@ -350,9 +350,9 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
             raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
         cfg = load_recorded(run_dir / RUN_CONFIG)
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
-        return evaluate.ask(cfg, question, weights_hf.read_model(run_dir, hf_config.read(run_dir)).items())
+        return evaluate.ask(cfg, question, huggingface.read_model(run_dir, hf_config.read(run_dir)).items())
     cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
-    model, base = cfg.model, weights_hf.read_model(cfg.model.path, arch)
+    model, base = cfg.model, huggingface.read_model(cfg.model.path, arch)
     settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation)
     return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
 

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-import adapter_weights
+from weights import adapter_weights
 import grpo
 from model import packing
 import rollout
 from model import routing_replay
-from adapter_weights import checksums
-from checkpoint import Checkpoint
+from weights.adapter_weights import checksums
+from weights.checkpoint import Checkpoint
 from engines.interface import Completion
 from inputs import functions
 from inputs.files import InputError, first_three, shown
 from knobs import Config, OptimConfig
 from lora_megatron import whole_shape
-from policy import Policy
+from weights.policy import Policy
 from rollout import MicroBatch, Rollout
 from model.routing_replay import RouterLoad, RoutingReplay
 from runlog.log import StepTimer

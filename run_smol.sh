@@ -41,7 +41,7 @@ measure() {  # $1: folder of a model
         eval.num_questions="$GSM8K_QUESTIONS" eval.samples=0 | tail -n 1   # after the notes
 }
 
-"$VENV/bin/python" smol_model.py "$MODEL"
+"$VENV/bin/python" weights/smol_model.py "$MODEL"
 set -- model.path="$MODEL" "$@"
 "$VENV/bin/python" train_grpo.py configs/smol.yaml "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts
 if [ -z "$GSM8K" ]; then

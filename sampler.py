@@ -11,7 +11,7 @@ from inputs.check import Inputs
 from knobs import Config
 from learner import Learner
 from plan import grid, parameters
-from policy import Policy
+from weights.policy import Policy
 from rollout import Sampled
 from runlog.log import Heartbeat
 from tripwires import Tripwires

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import lora_megatron
 import parallel_setup
 from inputs.config import is_due
@@ -31,7 +31,7 @@ from inputs.rules import Side, side_of
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel, launched_rank, launched_world_size
-from policy import Policy
+from weights.policy import Policy
 from rollout import Sampled
 from runlog.log import Heartbeat, StepTimer
 from sampler import Evaluation, Pushed, Sampler

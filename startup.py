@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-import checkpoint
+from weights import checkpoint
 from hardware import device as devices
 import evaluate
 import lora_megatron
@@ -32,7 +32,7 @@ from lab import curves
 from learner import Learner
 from parallel_setup import Parallel
 from plan import utilisation
-from policy import Policy
+from weights.policy import Policy
 from rollout import Rollout, Sampled
 from runlog.log import Heartbeat
 from sampler import Colocated, Sampler

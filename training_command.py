@@ -8,7 +8,7 @@ import parallel_setup
 from runlog import log as runlog
 import sampling_ranks
 import startup
-import tiny_model
+from weights import tiny_model
 from aqn import AqnError
 from inputs.config import command_line, resolve_config
 from inputs import check

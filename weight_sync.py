@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-import adapter_weights
+from weights import adapter_weights
 import aqn
 from hardware import device as devices
 from model import megatron_model
-import weights_hf
+from weights import huggingface
 from facts.architectures import modules
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
@@ -27,7 +27,7 @@ from lora_megatron import LoRAGroupedLinear
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
-from policy import Policy
+from weights.policy import Policy
 from tripwires import Tripped, largest_gap
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
@@ -78,7 +78,7 @@ class Push:
             return {}
         expected = range(self.arch.num_experts)
         if parameters.splits_as_trainer(layout):
-            expected = weights_hf.own_experts(self.arch, self.parallel)
+            expected = huggingface.own_experts(self.arch, self.parallel)
         stacks = self.engine.stacks()
         as_planned = {stack.experts for stack in stacks.values()} == {expected}
         return stacks if all(self.parallel.gather_objects(as_planned)) else {}
@@ -90,7 +90,7 @@ class Push:
         pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
         layout; then no rank shares anything, and the engines get their experts by name. Collective.
         """
-        own, fits, shared = weights_hf.own_experts(self.arch, self.parallel), True, []
+        own, fits, shared = huggingface.own_experts(self.arch, self.parallel), True, []
         for name, linear in self._experts() if self.stacks else ():
             (memory, experts), base = self.stacks[name], getattr(linear, "base", linear)
             merged = linear is not base and not self.cfg.keeps_factors_apart
@@ -120,7 +120,7 @@ class Push:
         """The experts of the engine's stack from this rank's: the same ones, or those of all ranks. Collective."""
         if parameters.splits_as_trainer(grid.of(self.cfg, self.parallel.world_size)):
             return local
-        return weights_hf.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
+        return huggingface.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export.
@@ -131,7 +131,7 @@ class Push:
         if self.cfg.rollout.expert_parallel:
             return vllm_colocated.shards(model, arch, parallel, only=only, experts=experts)
         merge = not self.cfg.keeps_factors_apart
-        return weights_hf.export(model, arch, parallel, only=only, merge=merge, experts=experts)
+        return huggingface.export(model, arch, parallel, only=only, merge=merge, experts=experts)
 
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.

@@ -34,7 +34,7 @@ from hardware import device as devices
 import lora_megatron
 import parallel_setup
 from model import routing_replay
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture, layers
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
@@ -50,7 +50,7 @@ from learner import Learner, Update
 from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
-from policy import Policy
+from weights.policy import Policy
 from rollout import Rollout
 from runlog.log import StepTimer
 from weight_sync import Push
@@ -137,7 +137,7 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
     """The policy as startup.open_run makes it, of stand-ins for tensors."""
     with (
         mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
-        mock.patch.object(weights_hf, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
+        mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
         mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
     ):
         return Policy.load(cfg, arch, parallel)
@@ -166,7 +166,7 @@ class _Engine:
                 memory.copy_(tensor)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        group_of = weights_hf.fused_group if self.fuses else str
+        group_of = huggingface.fused_group if self.fuses else str
         for _, tensors in itertools.groupby(named_tensors, key=lambda named: group_of(named[0])):
             list(tensors)  # all tensors of a group exist at once
 
@@ -178,7 +178,7 @@ def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
     cfg, arch = done.cfg, done.arch
     if not parameters.has_stacks(cfg, done.layout, parallel.device.type):
         return {}
-    experts = range(arch.num_experts) if done.layout.engine_expert == 1 else weights_hf.own_experts(arch, parallel)
+    experts = range(arch.num_experts) if done.layout.engine_expert == 1 else huggingface.own_experts(arch, parallel)
     stacks = {}
     for layer, module in layers(arch):
         if module.kind == "experts":

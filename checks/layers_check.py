@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 from hardware import device as devices
 import lora_megatron
 from model import megatron_model
 import rollout
 from model import routing_replay
-import tiny_model
-import weights_hf
+from weights import tiny_model
+from weights import huggingface
 from facts.architectures import Architecture
 from checks import launched, sampling_check
 from inputs.config import derive_seed
@@ -43,7 +43,7 @@ from tasks.scoring import Score
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from tripwires import GAP_FLOOR, largest_gap, wrong_merge
 from weight_sync import Push
 
@@ -78,7 +78,7 @@ def write_model(cfg: Config, folder: Path) -> None:
         (name, (tensor * HEAD if name == head else tensor).to(dtype))
         for name, tensor in tiny_model.random_weights(arch, cfg.train.seed)
     )
-    weights_hf.save_model(weights, folder)
+    huggingface.save_model(weights, folder)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from engines.interface import check_arrival, check_complete, check_factors, chec
 from engines.torch_cache import LineCache, RowCache
 from hardware import kernels
 from knobs import LoraConfig
-from weights_hf import fused_group
+from weights.huggingface import fused_group
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
 

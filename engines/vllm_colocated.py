@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture
 from engines import vllm_inside
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
 from parallel_setup import Parallel
-from weights_hf import Slot
+from weights.huggingface import Slot
 
 # vllm-ascend 0.30 computes the router's logits with a copy of its weight (ops/fused_moe/fused_moe.py, forward).
 FP32_COPY = ".weight_fp32"
@@ -95,14 +95,14 @@ def shards(
     weights_hf.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate
     before up, and w2 (E, w, h).
     """
-    todo = list(weights_hf.slots(model, arch, parallel))
+    todo = list(huggingface.slots(model, arch, parallel))
     if only is not None:
-        todo = weights_hf.changing(todo, only, experts=experts)
+        todo = huggingface.changing(todo, only, experts=experts)
     for name, members in groupby(todo, key=vllm_name):
         slots = list(members)
-        values = [weights_hf.merged(slot) for slot in slots]
+        values = [huggingface.merged(slot) for slot in slots]
         value = values[0] if len(values) == 1 else torch.cat(values)
-        yield name, weights_hf.separate_qkv(value, slots[0].qkv_groups, arch) if slots[0].qkv_groups else value
+        yield name, huggingface.separate_qkv(value, slots[0].qkv_groups, arch) if slots[0].qkv_groups else value
 
 
 def vllm_name(slot: Slot) -> str:
@@ -117,7 +117,7 @@ def vllm_name(slot: Slot) -> str:
 
 def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
     """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
-    experts = list(weights_hf.own_experts(arch, parallel))
+    experts = list(huggingface.own_experts(arch, parallel))
     needed = {
         "tensor": dist.get_process_group_ranks(parallel.tensor_group),
         "data": dist.get_process_group_ranks(parallel.data_group),

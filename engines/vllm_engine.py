@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture, tensor_shapes
 from engines import vllm_adapter, vllm_ascend, vllm_inside
 from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
@@ -224,7 +224,7 @@ class VllmEngine(Engine):
         A failure ends the stream between two groups instead of raising, because an exception inside vLLM's loader would
         leave layers half loaded.
         """
-        groups = {name: weights_hf.fused_group(name) for name in self.shapes}
+        groups = {name: huggingface.fused_group(name) for name in self.shapes}
         sizes, held, seen = Counter(groups.values()), {}, set()
         try:
             for name, tensor in named_tensors:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import aqn
-import checkpoint
+from weights import checkpoint
 import data_gsm8k
 from hardware import device as devices
 import evaluate
 import reward_gsm8k
 import rollout
 from runlog import run_record
-import tiny_model
-import weights_hf
+from weights import tiny_model
+from weights import huggingface
 from facts.architectures import Architecture
 from inputs.config import to_yaml
 from data_gsm8k import Question, Questions
@@ -95,7 +95,7 @@ def check_inputs(
         rollout.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
-    weights_hf.read_model(cfg.model.path, arch)
+    huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     beat("the checks of the model")
     parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]

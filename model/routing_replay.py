@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture
 from engines.interface import Completion
 from parallel_setup import Parallel
@@ -171,7 +171,7 @@ class RoutingReplay:
             routes = torch.stack([self.written[layer] for layer in range(len(self.uses))], dim=1).to(torch.uint8)
         finally:
             self.written = None
-        by_rank = weights_hf.gather(routes, self.parallel.tensor, self.parallel.tensor_group)
+        by_rank = huggingface.gather(routes, self.parallel.tensor, self.parallel.tensor_group)
         return value, by_rank.flatten(0, 1).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
 
     def differing_share(self) -> float:

@@ -28,7 +28,7 @@ from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
 from hardware import device as devices
-import weights_hf
+from weights import huggingface
 from facts.architectures import tensor_shapes
 from inputs.config import load_config
 from engines import vllm_adapter, vllm_engine, vllm_setup
@@ -39,7 +39,7 @@ from inputs.files import InputError
 from tasks.scoring import Scorer
 from knobs import LoraConfig
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from weight_sync import Push
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
@@ -68,7 +68,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
         return engine.sample(PROMPTS, seeds=SEEDS, **FREE)
 
     def gap(answers: list[list[Completion]], **changed) -> float:
-        merged.hf.load_state_dict(dict(weights_hf.export(model, arch, parallel)) | changed)
+        merged.hf.load_state_dict(dict(huggingface.export(model, arch, parallel)) | changed)
         return merged.gaps(PROMPTS, answers).max().item()
 
     answer = {}
@@ -85,8 +85,8 @@ def follow(parallel: Parallel, path: Path) -> dict:
             noisy = {}
             if changes:
                 targets = aqn.norm_targets(arch, cfg.aqn.targets)
-                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), targets)
-                stream = weights_hf.export(model, arch, parallel, only=targets)
+                norms = aqn.clean_norms(huggingface.export(model, arch, parallel), targets)
+                stream = huggingface.export(model, arch, parallel, only=targets)
                 noisy = dict(aqn.perturb(stream, norms, sigma=0.05, seed=0, step=step))
             answers = sampled()
             found["steps"].append(gap(answers, **noisy))

@@ -48,7 +48,7 @@ from tiers import ci
 
 import data_gsm8k
 from runlog import run_record
-import tiny_model
+from weights import tiny_model
 from plan import doctor
 
 pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them

@@ -13,7 +13,7 @@ from pytest import MonkeyPatch
 from safetensors import SafetensorError
 from saved import config_in, is_whole, names, opened, saved, tensors_of
 
-import checkpoint
+from weights import checkpoint
 from runlog import log as runlog
 from inputs.config import changes_at_resume, to_dict
 from inputs.files import InputError

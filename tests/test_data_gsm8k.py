@@ -21,7 +21,7 @@ from tasks import question_files
 from inputs.files import InputError
 from tasks.question_files import Row
 from knobs import DataConfig
-from tiny_model import build_tokenizer
+from weights.tiny_model import build_tokenizer
 
 ROWS = [
     {"question": "Mia has 3 pens \u2028and {2} more. How many?", "answer": "3 + 2 = 5\n#### 5"},

@@ -20,7 +20,7 @@ from vllm_ranks import PROMPTS, SEEDS, perturbed
 from engines.torch_sampler import TorchSampler
 from engines.vllm_engine import VllmEngine
 from inputs.files import InputError
-from weights_hf import fused_group
+from weights.huggingface import fused_group
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 NAMES = ["qwen3", "qwen2", "olmoe", ci("qwen2_no_qkv_bias")]

@@ -71,7 +71,7 @@ COMMANDS = {  # with a file or folder that is not there
     "inputs/config.py": ["absent"],
     "export.py": ["absent", "--merged", "absent-too"],
     "report.py": ["add", "absent"],
-    "smol_model.py": ["README.md"],
+    "weights/smol_model.py": ["README.md"],
     "sweep.py": ["absent", "--list"],
     "launch/first_code.py": ["--standalone", "--local-addr=localhost", "--nproc_per_node=1", "train_grpo.py", "absent"],
 }

@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 from tiers import asked, ci
 from torch import Tensor
 
-import adapter_weights
-import checkpoint
+from weights import adapter_weights
+from weights import checkpoint
 import export
 import lora_megatron
 from model import megatron_model
 from runlog import run_record
-import weights_hf
+from weights import huggingface
 from inputs.config import load_config
 from inputs import hf_config
 
@@ -200,9 +200,9 @@ def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
         factors = random_factors({name: value.shape for name, value in fresh.items()})
         adapted.fill(adapters, factors, arch, parallel)
         modules = list(adapter_weights.adapted_modules(arch, lora))
-        base = weights_hf.read_model(path, arch)
+        base = huggingface.read_model(path, arch)
         exported = dict(export.merged_tensors(base, arch, modules, factors, lora.alpha, dtype))
-        pushed = dict(weights_hf.export(model, arch, parallel))
+        pushed = dict(huggingface.export(model, arch, parallel))
         assert exported.keys() == pushed.keys()
         assert not torch.equal(exported[EXPERT], base[EXPERT].to(dtype))
         unequal[str(dtype)] = [name for name in pushed if not torch.equal(exported[name], pushed[name])]

@@ -24,7 +24,7 @@ from saved import config_in, is_whole, names, opened, saved, tensors_of
 from tiers import ci
 from training import config, make_model
 
-import checkpoint
+from weights import checkpoint
 from runlog import log as runlog
 from inputs.config import to_yaml
 from inputs.files import InputError

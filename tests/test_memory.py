@@ -37,7 +37,7 @@ from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
-from policy import Policy
+from weights.policy import Policy
 from runlog.log import Heartbeat, RunLog, StepTimer
 
 KINDS = ("tensor", "data", "expert", "expert_data")

@@ -25,12 +25,12 @@ from sampled import FREE, Model
 from tiers import asked, ci
 from torch import Tensor
 
-import checkpoint
+from weights import checkpoint
 import export
 from model import megatron_model
-import policy
+from weights import policy
 from runlog import run_record
-import weights_hf
+from weights import huggingface
 from inputs.config import to_yaml
 from hardware.device import DTYPES
 from engines import torch_decoder
@@ -40,7 +40,7 @@ from inputs import hf_config
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from weight_sync import Push
 
 KINDS = ("qwen3_moe", "qwen2_moe")
@@ -79,9 +79,9 @@ def compare(parallel: Parallel, path: Path, folder: Path) -> dict:
     """Log-probs and gradients in bf16: of the trainer, and of a model that only holds the exported weights."""
     cfg = config(path, model__dtype="bf16", rollout__sync="merged")
     policy = attached(path, cfg, parallel, merges=True)
-    exported = {name: tensor.clone() for name, tensor in weights_hf.export(policy.model, policy.arch, parallel)}
+    exported = {name: tensor.clone() for name, tensor in huggingface.export(policy.model, policy.arch, parallel)}
     if parallel.rank == 0:
-        weights_hf.save_model(iter(exported.items()), folder)
+        huggingface.save_model(iter(exported.items()), folder)
     torch.distributed.barrier()
     plain, _ = adapted.load(folder, parallel, dtype=torch.bfloat16)
     factors_apart = attached(path, cfg, parallel, merges=False)
@@ -129,7 +129,7 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     trained = attached(path, cfg, parallel, merges=cfg.trains_merged)
     engine = TorchSampler(trained.arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
     push = Push(adapted.placed(cfg, parallel), trained, engine)
-    exported = weights_hf.export(trained.model, trained.arch, parallel, merge=False)
+    exported = huggingface.export(trained.model, trained.arch, parallel, merge=False)
     base = {name: tensor.double() for name, tensor in exported}
     sample = trained.update_kept()
     with mock.patch.object(policy, "SAMPLED_ROWS", 10**6):  # all rows
@@ -194,9 +194,9 @@ def sampled(parallel: Parallel, path: Path, folder: Path) -> tuple[list, list]:
     stale = engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
     adapted.move(policy.adapters, policy.arch, parallel, step=1)
     push(0, PROMPTS[0])
-    merged = list(weights_hf.export(policy.model, policy.arch, parallel))
+    merged = list(huggingface.export(policy.model, policy.arch, parallel))
     if parallel.rank == 0:
-        weights_hf.save_model(iter(merged), folder)
+        huggingface.save_model(iter(merged), folder)
     return stale, engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
 
 

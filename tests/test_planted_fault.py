@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planted_fault
 from planted_fault import named_faults
 
-import weights_hf
+from weights import huggingface
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from lab import curves, records
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 
 LAYOUTS = ["TP1", "TP2_EP2"]
 ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -134,8 +134,8 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
     before, found = [tensor.clone() for tensor in base], []
     for step in range(2):
         adapted.move(policy.adapters, arch, parallel, step)
-        clean = loaded(arch, weights_hf.export(model, arch, parallel))
-        exported = weights_hf.export(model, arch, parallel)
+        clean = loaded(arch, huggingface.export(model, arch, parallel))
+        exported = huggingface.export(model, arch, parallel)
         rounded = ((name, planted_fault.rounded_weights(x, 4) if name.endswith(ROUNDED) else x) for name, x in exported)
         expected = loaded(arch, rounded)
         first, pushed = push(step, [5, 6, 7, 8]), held(engine)

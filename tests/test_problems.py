@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 import data_gsm8k
-import tiny_model
+from weights import tiny_model
 from inputs.config import load_config
 from inputs.files import InputError
 

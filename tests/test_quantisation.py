@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from tiers import asked, ci, nightly
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import export
 import lora_megatron
 from hardware import quantisation
-import weights_hf
+from weights import huggingface
 from hardware import kernels
 from inputs import hf_config, rules
 from inputs.files import InputError
@@ -146,7 +146,7 @@ def trained_policy(parallel: Parallel, path: Path, dtype: torch.dtype) -> tuple[
     adapters = lora_megatron.attach(model, lora_config(), parallel, 0)
     move(adapters, arch, parallel, step=1)
     factors = gather(adapters, lora_megatron.factors(adapters), arch, parallel)
-    return factors, {key: value.clone() for key, value in weights_hf.export(model, arch, parallel)}
+    return factors, {key: value.clone() for key, value in huggingface.export(model, arch, parallel)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -155,7 +155,7 @@ def test_an_export_is_the_policy_that_was_trained(dtype: torch.dtype, tmp_path: 
     ((factors, trained),) = world.in_layouts(["TP1"], trained_policy, path, dtype)["TP1"]
     arch = hf_config.read(path)
     modules = list(adapter_weights.adapted_modules(arch, lora_config()))
-    base, alpha = weights_hf.read_model(path, arch), lora_config().alpha
+    base, alpha = huggingface.read_model(path, arch), lora_config().alpha
     for key, value in export.merged_tensors(base, arch, modules, factors, alpha, dtype, "int4"):
         assert torch.equal(value, trained[key]), key
 

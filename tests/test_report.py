@@ -316,7 +316,7 @@ def test_rerun_prints_checkout_weights_installation_and_command(project: Path, c
     own = {key: value for key, value in record.config.items() if key != "tiny_model"}
     packaged = record._replace(config=own, inputs={"model": {"smol_model.json": "0" * 64}})
     text = report.rerun_commands(packaged, project / "results")
-    assert "set_up cpu smol" in text and ".venv/bin/python smol_model.py" in text
+    assert "set_up cpu smol" in text and ".venv/bin/python weights/smol_model.py" in text
     assert "put the model into" in report.rerun_commands(record._replace(config=own), project / "results")
 
 

@@ -16,7 +16,7 @@ import world
 from breaking import flip_a_bit
 from tiers import asked, ci, nightly
 
-import checkpoint
+from weights import checkpoint
 from runlog import run_record
 import train_grpo
 from inputs.config import to_yaml

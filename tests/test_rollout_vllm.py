@@ -37,7 +37,7 @@ from engines.vllm_engine import VllmEngine
 from inputs import hf_config
 from facts import variables
 from inputs.files import InputError
-from weights_hf import fused_group
+from weights.huggingface import fused_group
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 LONG = 4  # PROMPTS[LONG] has 322 tokens, more than two blocks of vLLM's prefix cache

@@ -26,7 +26,7 @@ from planting import before
 from refused import refusal
 from tiers import ci, nightly
 
-import adapter_weights
+from weights import adapter_weights
 import rollout
 import startup
 from inputs.config import to_yaml

@@ -283,7 +283,7 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
     done = checkout.run("run_smol.sh", "train.steps=3", GSM8K="files/test.jsonl")  # of the folder from which it starts
     assert done.returncode == 0, done.stderr
     made, check, before, train, export, after = checkout.calls(".py ")
-    assert made == "smol_model.py models/smollm2_moe"
+    assert made == "weights/smol_model.py models/smollm2_moe"
     assert check.endswith(" configs/smol.yaml model.path=models/smollm2_moe train.steps=3 --check --ranks 2")
     assert " evaluate.py configs/smol.yaml model.path=models/smollm2_moe data.source=gsm8k " in before
     assert " data.test_path=//files/test.jsonl " in before and " eval.num_questions=64 " in before

@@ -23,14 +23,14 @@ from torch import Tensor
 
 import lora_megatron
 from model import megatron_model
-import weights_hf
+from weights import huggingface
 from hardware.device import DTYPES
 from engines import vllm_inside
 from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
 from knobs import Config
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from tripwires import Tripped
 from weight_sync import Push
 
@@ -119,7 +119,7 @@ def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
     push = Push(adapted.placed(cfg, parallel), policy, engine)
     adapted.move(policy.adapters, arch, parallel, 0)
     push(0, PROBE)
-    pushed = weights_hf.export(model, arch, parallel)
+    pushed = huggingface.export(model, arch, parallel)
     return push.shared_bytes, bool(push.stacks), all(torch.equal(engine.decoder.slots[name], x) for name, x in pushed)
 
 

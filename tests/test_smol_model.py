@@ -17,8 +17,8 @@ from launched import launch
 from tiers import asked, nightly
 
 import data_gsm8k
-import smol_model
-import weights_hf
+from weights import smol_model
+from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from inputs import hf_config
 from tasks import question_files
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: P
     cut = Qwen2MoeForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     assert (cut(ids).logits - wanted).abs().max() < 1e-4
     for name in ("shared_expert", "experts.7"):  # the control: without it, the comparison fails
-        removed = weights_hf.read_model(folder, hf_config.read(folder))
+        removed = huggingface.read_model(folder, hf_config.read(folder))
         weight = removed[f"model.layers.3.mlp.{name}.down_proj.weight"].clone()
         removed[f"model.layers.3.mlp.{name}.down_proj.weight"] = torch.zeros_like(weight)
         broken = Qwen2MoeForCausalLM.from_pretrained(None, config=cut.config, state_dict=removed)
@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: P
 def test_sampler_gives_the_greedy_answer_of_the_dense_network(folder: Path, dense) -> None:
     arch, ids = hf_config.read(folder), prompt(folder)
     sampler = TorchSampler(arch, stop_tokens={2}, pad_token=2, dtype=torch.float32, device=torch.device("cpu"))
-    sampler.load_weights(weights_hf.read_model(folder, arch).items())
+    sampler.load_weights(huggingface.read_model(folder, arch).items())
     ((answer,),) = sampler.sample([ids], seeds=[0], num_samples=1, max_new_tokens=12, temperature=0.0)
     wanted = dense.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12)[0, len(ids) :].tolist()
     assert answer.tokens == wanted

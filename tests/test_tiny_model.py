@@ -10,8 +10,8 @@ import torch
 import training
 
 from model import megatron_model
-import tiny_model
-import weights_hf
+from weights import tiny_model
+from weights import huggingface
 from inputs import hf_config
 from knobs import Config
 
@@ -46,7 +46,7 @@ def test_two_starts_at_once_make_one_model(tmp_path: Path, capfd) -> None:
     said = capfd.readouterr().out
     assert said.count(f"making {same.model.path}: 10 supervised steps") == 1
     assert said.count(f"waiting: another process is making {same.model.path}") == 2
-    weights_hf.read_model(same.model.path, hf_config.read(same.model.path))
+    huggingface.read_model(same.model.path, hf_config.read(same.model.path))
 
     # A finished model needs no lock, nor a place to write one.
     (Path(same.model.path).parent / ".making-tiny.lock").unlink()

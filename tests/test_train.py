@@ -25,7 +25,7 @@ import data_gsm8k
 import grpo
 import learner
 import startup
-import weights_hf
+from weights import huggingface
 from engines.interface import Completion
 from inputs import check
 from inputs.files import InputError
@@ -349,7 +349,7 @@ def disturbed(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 # The trainer's routers are nearly undecided, and the sampler gets them with a small disturbance.
-DISTURBED = both(after(weights_hf, "load", undecided), pushed_otherwise(disturbed))
+DISTURBED = both(after(huggingface, "load", undecided), pushed_otherwise(disturbed))
 
 
 def test_replay_takes_most_of_a_disturbed_routers_gap_away(models, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from tiers import ci
 from torch import Tensor
 
 import aqn
-import weights_hf
+from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from weight_sync import Push
 
 KINDS = ["qwen2_moe", ci("qwen3_moe")]
@@ -73,15 +73,15 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
         trained = {id(factor) for factor in policy.factors.values()}
         base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
         before = [tensor.clone() for tensor in base]
-        answer = {"first": same(held(engine), loaded(arch, weights_hf.export(model, arch, parallel)))}
+        answer = {"first": same(held(engine), loaded(arch, huggingface.export(model, arch, parallel)))}
         for step in range(3):
             adapted.move(policy.adapters, arch, parallel, step)
-            clean = loaded(arch, weights_hf.export(model, arch, parallel))
+            clean = loaded(arch, huggingface.export(model, arch, parallel))
             expected, pushed = clean, push(step, PROBE)
             if noise:
-                stream = weights_hf.export(model, arch, parallel)
+                stream = huggingface.export(model, arch, parallel)
                 targets = aqn.norm_targets(arch, cfg.aqn.targets)
-                norms = aqn.clean_norms(weights_hf.export(model, arch, parallel), targets)
+                norms = aqn.clean_norms(huggingface.export(model, arch, parallel), targets)
                 expected = loaded(arch, aqn.perturb(stream, norms, sigma=SIGMAS[step], seed=0, step=step))
             first = held(engine)
             again = push(step, PROBE)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import lora_megatron
 import rollout
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture
 from engines import vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
@@ -38,7 +38,7 @@ from inputs import hf_config, rules
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from tripwires import Tripped
 from weight_sync import Push
 
@@ -95,7 +95,7 @@ class Keeper(Engine):
 def cut(whole: dict[str, Tensor], arch: Architecture, parallel: Parallel, path: Path) -> dict[str, Tensor]:
     """This rank's shards of a model without adapters that has the tensors ``whole``."""
     with tempfile.TemporaryDirectory() as folder:
-        weights_hf.save_model(iter(whole.items()), Path(folder))
+        huggingface.save_model(iter(whole.items()), Path(folder))
         shutil.copy(path / "config.json", folder)
         return dict(vllm_colocated.shards(adapted.load(Path(folder), parallel)[0], arch, parallel))
 
@@ -178,7 +178,7 @@ def without_collectives(parallel: Parallel, path: Path) -> None:
             patch.setattr(torch.distributed, name, mock.Mock(side_effect=RuntimeError("a collective")))
         assert len(dict(vllm_colocated.shards(model, arch, parallel))) > 20
         with pytest.raises(RuntimeError, match="a collective"):
-            dict(weights_hf.export(model, arch, parallel))
+            dict(huggingface.export(model, arch, parallel))
 
 
 def test_nothing_travels_in_a_local_push(path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import megatron_model
-import weights_hf
+from weights import huggingface
 from inputs import hf_config
 from inputs.files import InputError
 from parallel_setup import Parallel
@@ -49,15 +49,15 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
         for held, dtype in DTYPES.items():
             model = megatron_model.build(arch, parallel, dtype=dtype, recompute=False)
             with pytest.MonkeyPatch.context() as patch, _CountElements(patch) as count:
-                weights_hf.load(model, arch, parallel, folder)
-            weights = list(weights_hf.slots(model, arch, parallel))
-            found = dict(weights_hf.export(model, arch, parallel))
-            whole, weights_hf.MESSAGE = (
-                weights_hf.MESSAGE,
+                huggingface.load(model, arch, parallel, folder)
+            weights = list(huggingface.slots(model, arch, parallel))
+            found = dict(huggingface.export(model, arch, parallel))
+            whole, huggingface.MESSAGE = (
+                huggingface.MESSAGE,
                 2 * parallel.expert * max(slot.weight[0].numel() for slot in weights if slot.experts),
             )
-            by_two = list(weights_hf.export(model, arch, parallel))  # experts are gathered two at a time
-            weights_hf.MESSAGE = whole
+            by_two = list(huggingface.export(model, arch, parallel))  # experts are gathered two at a time
+            huggingface.MESSAGE = whole
             answers[kind, stored, held] = {
                 "different": [name for name, t in expected.items() if not torch.equal(found[name], t.to(dtype))],
                 "surplus": sorted(found.keys() - expected.keys()),
@@ -65,7 +65,7 @@ def round_trip(parallel: Parallel, folders: dict[tuple[str, str], Path]) -> dict
                 "read": count.elements(),
                 "shard": sum(slot.weight.numel() for slot in weights),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "without adapters": list(weights_hf.export(model, arch, parallel, only=())),
+                "without adapters": list(huggingface.export(model, arch, parallel, only=())),
             }
     return answers
 
@@ -141,7 +141,7 @@ def test_transformers_shards_load(folders, tmp_path):
 
 def exported(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
     model, arch = adapted.load(folder, parallel)
-    return {name: value.detach().clone() for name, value in weights_hf.export(model, arch, parallel)}
+    return {name: value.detach().clone() for name, value in huggingface.export(model, arch, parallel)}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "olmoe"])
@@ -152,25 +152,25 @@ def test_experts_that_transformers_keeps_in_one_tensor_a_layer_are_read_one_by_o
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "fused" / "model.safetensors")
     single, fused = (
-        weights_hf.read_model(tmp_path / name, hf_config.read(tmp_path / name)) for name in ("single", "fused")
+        huggingface.read_model(tmp_path / name, hf_config.read(tmp_path / name)) for name in ("single", "fused")
     )
     assert single.keys() == fused.keys() and all(torch.equal(fused[name], single[name]) for name in single)
     both = load_file(tmp_path / "fused" / "model.safetensors") | {EXPERT: single[EXPERT].contiguous()}
     save_file(both, tmp_path / "fused" / "model.safetensors")
     with pytest.raises(InputError, match=f"{EXPERT} is there alone, and in the tensor of all experts"):
-        weights_hf.read_model(tmp_path / "fused", hf_config.read(tmp_path / "fused"))
+        huggingface.read_model(tmp_path / "fused", hf_config.read(tmp_path / "fused"))
 
 
 @pytest.mark.parametrize("shard_bytes", [50_000, 2**30])
 def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_path):
     source = folders["qwen2_moe", "fp32"]
     tensors = load_file(source / "model.safetensors")
-    weights_hf.save_model(iter(tensors.items()), tmp_path, shard_bytes)
+    huggingface.save_model(iter(tensors.items()), tmp_path, shard_bytes)
     shutil.copy(source / "config.json", tmp_path)
     files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
     assert (len(files) == 1) == (shard_bytes == 2**30)
     assert all(len(held) == 1 or sum(value.nbytes for value in held.values()) <= shard_bytes for held in files)
-    weights_hf.read_model(tmp_path, hf_config.read(tmp_path))
+    huggingface.read_model(tmp_path, hf_config.read(tmp_path))
     tokens = reference.tokens(rows=2)
     with torch.no_grad():
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
@@ -181,7 +181,7 @@ def test_save_model_takes_views_and_transposed_tensors_and_others_may_read_them_
     tensors = {"a": base.t(), "b": base[1:], "c": base}
     before = os.umask(0o027)
     try:
-        weights_hf.save_model(iter(tensors.items()), tmp_path)
+        huggingface.save_model(iter(tensors.items()), tmp_path)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
@@ -262,10 +262,10 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
 def test_broken_files_are_refused_in_one_line(what, model_dir):
     break_it, line = BROKEN[what]
     arch = hf_config.read(model_dir)
-    weights_hf.read_model(model_dir, arch)  # it loads before it is broken
+    huggingface.read_model(model_dir, arch)  # it loads before it is broken
     break_it(model_dir)
     with pytest.raises(InputError, match=line) as caught:
-        weights_hf.read_model(model_dir, arch)
+        huggingface.read_model(model_dir, arch)
     assert str(model_dir) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -275,7 +275,7 @@ def test_pickled_weights_are_never_opened(model_dir):
     trap = model_dir / "opened"
     (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(trap)))
     with pytest.raises(InputError, match=r"found pytorch_model\.bin, and pickled files are never opened"):
-        weights_hf.read_model(model_dir, hf_config.read(model_dir))
+        huggingface.read_model(model_dir, hf_config.read(model_dir))
     assert not trap.exists()
     pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
     assert trap.exists()  # control: unpickling does create the file

@@ -24,9 +24,9 @@ from tiers import ci, nightly
 from torch import Tensor
 from world import Place
 
-import adapter_weights
+from weights import adapter_weights
 import lora_megatron
-import weights_hf
+from weights import huggingface
 from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
@@ -130,8 +130,8 @@ def test_partial_export_brings_exactly_what_the_adapters_change(layout, everywhe
     base = load_file(problem.paths[kind] / "model.safetensors")
     changed = sorted(name for name, value in references[kind].merged.items() if not torch.equal(value, base[name]))
     for by_kind in everywhere(layout):
-        fused = {weights_hf.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
-        whole = sorted(name for name in by_kind[kind]["names"] if weights_hf.fused_group(name) in fused)
+        fused = {huggingface.fused_group(name) for name in changed}  # the biases of q, k and v come with their weights
+        whole = sorted(name for name in by_kind[kind]["names"] if huggingface.fused_group(name) in fused)
         assert by_kind[kind]["partial names"] == whole
         assert by_kind[kind]["partial equal"]
 

@@ -22,7 +22,7 @@ from update_reference import CASES, Updated
 import grpo
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from rollout import Rollout
 from runlog.log import Heartbeat, RunLog, StepTimer
 

@@ -9,10 +9,10 @@ import torch
 from lora_reference import ALPHA, EXPERT_RANK, RANK, TARGETS, TEMPERATURE, Reference
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import lora_megatron
 from model import megatron_model
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture
 from inputs import hf_config
 from knobs import Config, LoraConfig
@@ -35,7 +35,7 @@ def placed(cfg: Config, parallel: Parallel) -> Config:
 def load(path: Path, parallel: Parallel, *, dtype: torch.dtype = torch.float32, recompute: bool = False, **settings):
     arch = hf_config.read(path)
     model = megatron_model.build(arch, parallel, dtype=dtype, recompute=recompute, **settings)
-    weights_hf.load(model, arch, parallel, path)
+    huggingface.load(model, arch, parallel, path)
     return model, arch
 
 

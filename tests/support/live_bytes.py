@@ -13,7 +13,7 @@ from model import megatron_model
 from facts.architectures import Architecture
 from knobs import Config
 from parallel_setup import Parallel
-from policy import Policy
+from weights.policy import Policy
 from rollout import Rollout
 
 

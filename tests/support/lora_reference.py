@@ -2,7 +2,7 @@
 
 Gradients of A and B come from autograd through the sum, the optimizer is torch's, and the loss follows the papers that
 grpo.py names. No code of the trainer is used. Names and shapes of the factors are those of checkpoints
-(adapter_weights.py): dense A (R, in), B (out, R); experts A (E, in, R), B (E, R, out).
+(weights/adapter_weights.py): dense A (R, in), B (out, R); experts A (E, in, R), B (E, R, out).
 S sequences, T tokens of a row, R rank, E experts.
 """
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import lora_megatron
 from model import megatron_model
 import parallel_setup
-import weights_hf
+from weights import huggingface
 from parallel_setup import Parallel
 
 CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
@@ -91,11 +91,11 @@ def _measure(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor
         with _left_out(control, parallel, factors):
             out[control] = gradient_error(adapters, shares, arch, parallel, expected)
 
-    exported = dict(weights_hf.export(model, arch, parallel))
+    exported = dict(huggingface.export(model, arch, parallel))
     assert exported.keys() == expected.merged.keys(), sorted(exported.keys() ^ expected.merged.keys())
     out["merged error"] = max(largest_gap(exported[name], value) for name, value in expected.merged.items())
     if parallel.world_size <= 4:
-        partial = dict(weights_hf.export(model, arch, parallel, only=()))
+        partial = dict(huggingface.export(model, arch, parallel, only=()))
         out["partial names"], out["names"] = sorted(partial), sorted(exported)
         out["partial equal"] = all(torch.equal(exported[name], value) for name, value in partial.items())
 
@@ -117,12 +117,12 @@ def measure_quantised(
 ) -> dict:
     """An int4 model beside the tensors and the reference of the model that its codes stand for."""
     model, arch = load(path, parallel, quantisation="int4")
-    unequal = [key for key, value in weights_hf.export(model, arch, parallel) if not value.equal(twin[key])]
+    unequal = [key for key, value in huggingface.export(model, arch, parallel) if not value.equal(twin[key])]
     gaps = []
     for how in ({}, {"recompute": True}, {"merges": True}):
         model, *gap = errors(path, parallel, expected, tokens, quantisation="int4", **how)
         gaps.append(gap)
-    exported = dict(weights_hf.export(model, arch, parallel))
+    exported = dict(huggingface.export(model, arch, parallel))
     merged = max(largest_gap(exported[key], value) for key, value in expected.merged.items())
     trained = sorted(key for key, parameter in model.named_parameters() if parameter.grad is not None)
     return {"unequal": unequal, "errors": gaps, "merged error": merged, "trained": trained}

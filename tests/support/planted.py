@@ -21,19 +21,19 @@ from planting import Plant, after, before, both, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import aqn
 import lora_megatron
 import reward_gsm8k
 import rollout
 import tripwires
 import weight_sync
-import weights_hf
+from weights import huggingface
 from engines import drawing
 from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
-from policy import Policy
+from weights.policy import Policy
 from rollout import Sampled
 from sampling_ranks import Apart, Bridge, Delivery, Samplers
 from weight_sync import Push
@@ -84,7 +84,7 @@ def solved_after_two_steps(patch: MonkeyPatch) -> None:
 
 def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
     """Push ``change(name, tensor)`` instead of every tensor."""
-    return after(weights_hf, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
+    return after(huggingface, "export", lambda stream, *_: ((name, change(name, tensor)) for name, tensor in stream))
 
 
 def stacks_otherwise(change: Callable[[Push, str, Tensor], Tensor]) -> Plant:
@@ -102,7 +102,7 @@ def without_lora(sync: Push, name: str, *_) -> Tensor:
 def without_update(expert: str) -> Plant:
     """The merge forgets the LoRA of one expert, as model.layers.1.mlp.experts.13 names it."""
 
-    def merged(real: Callable, slot: weights_hf.Slot) -> Tensor:
+    def merged(real: Callable, slot: huggingface.Slot) -> Tensor:
         value = real(slot)
         for place, names in enumerate(slot.blocks):
             if names[0].startswith(f"{expert}."):
@@ -117,7 +117,7 @@ def without_update(expert: str) -> Plant:
             value[one] = without_lora(sync, name)[one]
         return value
 
-    return both(instead(weights_hf, "merged", merged), stacks_otherwise(stack))
+    return both(instead(huggingface, "merged", merged), stacks_otherwise(stack))
 
 
 def nan_in_one_expert(patch: MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ FAULTS: dict[str, Plant] = {
         lambda name, tensor: tensor.roll(1, 0) if name == "model.layers.0.mlp.gate.weight" else tensor
     ),
     "adapters are never pushed": both(
-        after(weights_hf, "merged", lambda value, slot: slot.weight), stacks_otherwise(without_lora)
+        after(huggingface, "merged", lambda value, slot: slot.weight), stacks_otherwise(without_lora)
     ),
     "rank 1 is never pushed to": instead(Push, "clean", skip_push, rank=1),
     "the engine ignores pushed norms": engine_without_norms(),

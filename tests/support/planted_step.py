@@ -15,9 +15,9 @@ from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import aqn
-import checkpoint
+from weights import checkpoint
 import data_gsm8k
 import grpo
 import learner
@@ -27,7 +27,7 @@ import reward_gsm8k
 import rollout
 import startup
 import weight_sync
-import weights_hf
+from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
 from inputs import check
@@ -271,7 +271,7 @@ FAULTS: dict[str, Plant] = {
     "experts exchanged at a restore": after(adapter_weights, "scatter", swapped_experts),
     "B saved as 0": instead(checkpoint, "save", save_without_b),
     "shards joined in the wrong order in the sampler": instead(
-        weights_hf, "gather", lambda real, *args: real(*args).flip(0)
+        huggingface, "gather", lambda real, *args: real(*args).flip(0)
     ),
     "one noise in all steps of the run": instead(Push, "_add_noise", add_the_first_noise),
     "rank 1 opens no layout": instead(parallel_setup, "open_layout", refuse_the_layout, rank=1),

@@ -17,12 +17,12 @@ from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-import checkpoint
+from weights import checkpoint
 import data_gsm8k
 import grpo
 import lora_megatron
 import reward_gsm8k
-import weights_hf
+from weights import huggingface
 from tasks.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
@@ -57,7 +57,7 @@ def sharpened(factor: float) -> Plant:
     def sharpen(_: None, model: torch.nn.Module, *__) -> None:
         model.output_layer.weight.mul_(factor)
 
-    return after(weights_hf, "load", sharpen)
+    return after(huggingface, "load", sharpen)
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ FAULTS: dict[str, Plant] = {
     "a gradient is not summed over data ranks": one_gradient_not_summed(False),
     "an expert's gradient is not summed over its copies": one_gradient_not_summed(True),
     "a factor drifts on rank 1": after(Learner, "update", drift, rank=1),
-    "a router has another order on rank 1": after(weights_hf, "load", reverse_a_router, rank=1),
+    "a router has another order on rank 1": after(huggingface, "load", reverse_a_router, rank=1),
     "B is 0 in the checkpoint": adapter_remade(".B", torch.zeros_like),
     "experts have another order in the checkpoint": adapter_remade(".experts.", lambda value: value.flip(0)),
     "moments are exchanged in the checkpoint": in_the_second_save(exchange),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint
+from weights import checkpoint
 from knobs import Config, DataConfig, ModelConfig, TrainConfig
 from runlog.log import RunLog
 

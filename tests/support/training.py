@@ -22,7 +22,7 @@ import rollout
 from runlog import run_record
 from runlog import log
 import startup
-import tiny_model
+from weights import tiny_model
 import train_grpo
 from aqn import AqnError
 from inputs import check

@@ -25,7 +25,7 @@ from tqdm import tqdm
 import data_gsm8k
 from model import megatron_model
 import parallel_setup
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture, tensor_shapes
 from inputs.config import derive_seed, flatten
 from data_gsm8k import Line, Problem
@@ -138,10 +138,10 @@ def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> Non
         if tiny.warm_start_steps:
             arch = hf_config.read(unfinished)
             model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
-            weights_hf.load(model, arch, parallel, unfinished)
+            huggingface.load(model, arch, parallel, unfinished)
             _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(unfinished), beat)
             if parallel.rank == 0:
-                weights_hf.save_model(weights_hf.export(model, arch, parallel), unfinished)
+                huggingface.save_model(huggingface.export(model, arch, parallel), unfinished)
         if parallel.rank == 0:
             record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
             (unfinished / RECORD).write_text(json.dumps(record, indent=1) + "\n")
@@ -164,7 +164,7 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     problems = (data_gsm8k.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
     texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem.lines)}" for problem in problems)
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
-    weights_hf.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
+    huggingface.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
 
 def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:

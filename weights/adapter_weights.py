@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lora_megatron
-import weights_hf
+from weights import huggingface
 from facts.architectures import Architecture, Module, every_module, layers
 from inputs.files import InputError
 from knobs import LoraConfig
@@ -54,15 +54,15 @@ def whole(
     tensor beside its own shard.
     """
     if factor.is_expert:
-        return weights_hf.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
+        return huggingface.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
     dim, is_qkv = factor.shard_dim, name.endswith("linear_qkv.B")
     if dim is None or (parallel.tensor == 1 and not is_qkv):
         return value
-    parts = weights_hf.gather(value, parallel.tensor, parallel.tensor_group)
+    parts = huggingface.gather(value, parallel.tensor, parallel.tensor_group)
     if join_on_host:
         parts = [part.cpu() for part in parts]
     if is_qkv:
-        parts = [weights_hf.separate_qkv(part, arch.num_kv_heads // parallel.tensor, arch) for part in parts]
+        parts = [huggingface.separate_qkv(part, arch.num_kv_heads // parallel.tensor, arch) for part in parts]
     blocks = [size // parallel.tensor for size in _block_sizes(name, whole_shape(factor, parallel)[dim], arch)]
     by_block = zip(*(part.split(blocks, dim) for part in parts), strict=True)
     return torch.cat([piece for pieces in by_block for piece in pieces], dim)
@@ -117,7 +117,7 @@ def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel
         blocks = value.split(_block_sizes(name, value.shape[dim], arch), dim)
         value = torch.cat([block.chunk(parallel.tensor, dim)[parallel.tensor_rank] for block in blocks], dim)
     if name.endswith("linear_qkv.B"):
-        value = weights_hf.interleave_qkv(value, arch.num_kv_heads // parallel.tensor, arch)
+        value = huggingface.interleave_qkv(value, arch.num_kv_heads // parallel.tensor, arch)
     return value
 
 

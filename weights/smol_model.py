@@ -9,7 +9,7 @@ A part of the network that is lost, doubled, or added to another token changes t
 is a wrong choice of experts: every token goes to all of them. (Copies of one network as experts could not show it
 either, and not even a token that an expert answers in the place of another expert: all give the same result.)
 
-    python smol_model.py models/smollm2_moe     does nothing if the model is already there
+    python weights/smol_model.py models/smollm2_moe     does nothing if the model is already there
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from inputs.files import (
 )
 from knobs import Config
 from runlog.run_record import lock_run, sha256_file
-from weights_hf import save_file
+from weights.huggingface import save_file
 
 # A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
 NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")

@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-import adapter_weights
+from weights import adapter_weights
 import lora_megatron
 from model import megatron_model
-import weights_hf
-from adapter_weights import checksums, hf_name
+from weights import huggingface
+from weights.adapter_weights import checksums, hf_name
 from facts.architectures import Architecture
 from inputs.files import first_three
 from knobs import Config
 from model.megatron_model import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch
-from weights_hf import Slot
+from weights.huggingface import Slot
 
 SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
 
@@ -44,7 +44,7 @@ class Policy:
     def load(cls, cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
         """The model of model.path on the host, with new adapters."""
         model = megatron_model.build_for(cfg.model, arch, parallel)
-        weights_hf.load(model, arch, parallel, cfg.model.path)
+        huggingface.load(model, arch, parallel, cfg.model.path)
         return cls(cfg, arch, parallel, model)
 
     # ------------------------------------------------------------------------------------------------ its log-probs
@@ -112,7 +112,7 @@ class Policy:
         """Names what is not equal on all ranks that hold it; "" if nothing is. ``frozen``: frozen weights, too."""
         pieces = self._factor_pieces()
         if frozen:
-            for slot in weights_hf.slots(self.model, self.arch, self.parallel):
+            for slot in huggingface.slots(self.model, self.arch, self.parallel):
                 pieces |= self._frozen_pieces(slot)
         return differing(pieces, self.parallel)
 
@@ -163,7 +163,7 @@ class Policy:
         products: dict[str, list[Tensor]] = defaultdict(list)  # kind -> <U, U>, <U, C - U>; .., <C - U, C - U> of slots
         counts: dict[str, list[float]] = defaultdict(list)  # what they count, for unsampled rows and copies on ranks
         wrong: list[Tensor] = []
-        for slot in weights_hf.slots(self.model, self.arch, self.parallel):
+        for slot in huggingface.slots(self.model, self.arch, self.parallel):
             if slot.adapter is None:
                 continue
             kind = slot.kind if slot.kind in ("attention", "experts", "router") else "mlp"

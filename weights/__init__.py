@@ -1,0 +1,1 @@
+"""Where weights come from and go to, under their Hugging Face names."""
