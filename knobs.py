@@ -255,7 +255,7 @@ class ReplayConfig(Section):
 
 
 class ChecksConfig(Section):
-    """Which checks of tripwires.py do not stop a run. A name in both lists is off."""
+    """Which checks of run/tripwires.py do not stop a run. A name in both lists is off."""
 
     warn: tuple[str, ...] = knob(
         ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),

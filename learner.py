@@ -34,7 +34,7 @@ from weights.policy import Policy
 from rollout import MicroBatch, Rollout
 from model.routing_replay import RouterLoad, RoutingReplay
 from runlog.log import StepTimer
-from tripwires import Tripped
+from run.tripwires import Tripped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)

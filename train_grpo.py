@@ -7,7 +7,7 @@ GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model
 P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone; with dynamic
 sampling, further rounds also depend on the outcomes of the rounds before. Where the steps are: 1 weight_sync.py and
 aqn.py; 2 rollout.py, data_gsm8k.py and reward_gsm8k.py; 3 grpo.py; 4 learner.py and lora_megatron.py. How a run starts
-and ends: training_command.py and startup.py.
+and ends: run/command.py and run/opening.py.
 """
 
 import sys
@@ -22,10 +22,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import grpo
 import parallel_setup
-import training_command
+from run import command
 from inputs.config import derive_seed, is_due
 from inputs import functions
-from startup import Run
+from run.opening import Run
 
 
 def train(run: Run) -> None:
@@ -37,7 +37,7 @@ def train(run: Run) -> None:
         timer = run.start_step(step)
 
         # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A. Noise is
-        # added to the sampler's copy only. It is on these ranks (sampler.py), or on others (sampling_ranks.py).
+        # added to the sampler's copy only. It is on these ranks (run/sampler.py), or on others (run/sampling_ranks.py).
         with timer.phase("sync"):
             sampler.push(step)
 
@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return training_command.main(arguments, train, __doc__)
+    return command.main(arguments, train, __doc__)
 
 
 if __name__ == "__main__":

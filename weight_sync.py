@@ -28,7 +28,7 @@ from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
 from weights.policy import Policy
-from tripwires import Tripped, largest_gap
+from run.tripwires import Tripped, largest_gap
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
 # of a sound run may differ by 0.8 nats, which is 0.006 in the mean of 128.

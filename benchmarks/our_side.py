@@ -26,11 +26,11 @@ from model import packing
 import reward_gsm8k
 import rollout
 from runlog import log
-import startup
+from run import opening
 import train_grpo
-import training_command
+from run import command
 from engines.torch_sampler import TorchSampler
-from inputs import check
+from run import check
 from learner import Learner
 from runlog.log import StepTimer
 
@@ -184,7 +184,7 @@ def install(side: Side) -> None:
 
     write_step, real_sample = log.RunLog.log_step, TorchSampler.sample
     log.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
-    log.StepTimer, startup.Learner = TurnTimer, AdaptedLearner
+    log.StepTimer, opening.Learner = TurnTimer, AdaptedLearner
     check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
@@ -202,7 +202,7 @@ def main() -> None:
     cfg = cases.config(cases.CASES[args.case], args.work, 10**6, **args.set)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     install(Side(answers, args.work / f"adapter_{args.case}"))
-    training_command.start(cfg, train_grpo.train)
+    command.start(cfg, train_grpo.train)
 
 
 if __name__ == "__main__":

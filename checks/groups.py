@@ -19,7 +19,7 @@ from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel, launched_rank
 from runlog.log import Heartbeat, RunLog
-from sampling_ranks import Bridge
+from run.sampling_ranks import Bridge
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator

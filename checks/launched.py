@@ -14,7 +14,7 @@ import parallel_setup
 from inputs.files import InputError, one_line
 from inputs.rules import side_of
 from knobs import Config
-from tripwires import Tripped
+from run.tripwires import Tripped
 
 
 class Answer(NamedTuple):

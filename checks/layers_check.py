@@ -44,7 +44,7 @@ from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from weights.policy import Policy
-from tripwires import GAP_FLOOR, largest_gap, wrong_merge
+from run.tripwires import GAP_FLOOR, largest_gap, wrong_merge
 from weight_sync import Push
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, other_values, problems
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
-from tripwires import CHECKS
+from run.tripwires import CHECKS
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -219,7 +219,7 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
 
 
 def unknown_checks(cfg: Config) -> list[str]:
-    """A message for each name in checks.warn and checks.off that no check of tripwires.py has."""
+    """A message for each name in checks.warn and checks.off that no check of run/tripwires.py has."""
     return [
         f"checks.warn, checks.off: {name!r} is no check; nearest: {_nearest_check(name)}"
         for name in (*cfg.checks.warn, *cfg.checks.off)

@@ -34,7 +34,8 @@ from inputs.config import load_config
 from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
-from inputs import check, hf_config
+from inputs import hf_config
+from run import check
 from inputs.files import InputError
 from tasks.scoring import Scorer
 from knobs import LoraConfig

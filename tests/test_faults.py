@@ -25,7 +25,7 @@ from aqn import AqnError
 from inputs.config import load_config
 from inputs.files import InputError
 from knobs import ChecksConfig, Config
-from tripwires import CHECKS, Tripped
+from run.tripwires import CHECKS, Tripped
 
 
 class Row(NamedTuple):

@@ -20,7 +20,8 @@ import data_gsm8k
 import grpo
 from runlog import run_record
 from inputs.config import load_config
-from inputs import check, functions
+from inputs import functions
+from run import check
 from tasks import math_answers
 from inputs.files import InputError
 from tasks.scoring import Call, Failure, Score, Scorer, usable_cores

@@ -26,7 +26,7 @@ from saved import config_in
 import parallel_setup
 from runlog import log as runlog
 import train_grpo
-import training_command
+from run import command as training_command
 from checks import launched as launched_question
 from inputs.config import to_yaml
 from parallel_setup import Parallel

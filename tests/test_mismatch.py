@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from planted_fault import named_faults
 
 from inputs.files import InputError
-from tripwires import Tripped
+from run.tripwires import Tripped
 
 pytestmark = pytest.mark.nightly
 # The policy does not change, so all evaluations must be those of the clean run.

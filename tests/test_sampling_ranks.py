@@ -28,16 +28,16 @@ from tiers import ci, nightly
 
 from weights import adapter_weights
 import rollout
-import startup
+from run import opening
 from inputs.config import to_yaml
-from inputs import check
+from run import check
 from inputs.files import InputError
 from tasks.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from runlog.log import EXIT_CODE
-from sampling_ranks import Apart, Bridge, Samplers
+from run.sampling_ranks import Apart, Bridge, Samplers
 
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
@@ -166,7 +166,7 @@ PLACES = {
     "the rollout is half taken": [(Apart, "_receive_rollout", 3), (Bridge, "broadcast", 2)],
     "the step is learned": [(Parallel, "sync_gradients_", 3)],
     "the step is sampled": [(rollout, "sample_step", 3)],
-    "the last step is saved": [(startup.Run, "finish", 1)],
+    "the last step is saved": [(opening.Run, "finish", 1)],
 }
 LOST = [
     (3, "the policy is taken"),

@@ -31,7 +31,7 @@ from engines.torch_sampler import TorchSampler
 from knobs import Config
 from parallel_setup import Parallel
 from weights.policy import Policy
-from tripwires import Tripped
+from run.tripwires import Tripped
 from weight_sync import Push
 
 LAYOUTS = ["TP1", "TP2_EP2", ci("EP2_DP4")]

@@ -24,10 +24,10 @@ from tiers import asked, ci, nightly
 import data_gsm8k
 import grpo
 import learner
-import startup
+from run import opening
 from weights import huggingface
 from engines.interface import Completion
-from inputs import check
+from run import check
 from inputs.files import InputError
 from tasks.scoring import Scorer
 
@@ -435,7 +435,7 @@ def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, ope
     assert found == ((1.0, True, True) if opened else (0.0, False, False))
     run = SimpleNamespace(cfg=cfg, inputs=inputs)
     batch = SimpleNamespace(rewards=torch.ones(1, 1))
-    [row] = startup.Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
+    [row] = opening.Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
     assert row["completion"] == opened + THOUGHTS
 
 

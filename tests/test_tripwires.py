@@ -23,7 +23,7 @@ from inputs.config import load_config, to_yaml
 from inputs.files import InputError
 from knobs import ChecksConfig
 from lab import curves, records
-from tripwires import CHECKS, Tripped, Tripwires, cannot_judge
+from run.tripwires import CHECKS, Tripped, Tripwires, cannot_judge
 
 # Answers of a random model are often longer than 4 tokens.
 ALL_STOP = {"checks__warn": (), "checks__off": ("truncated",)}

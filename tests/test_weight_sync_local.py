@@ -39,7 +39,7 @@ from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from weights.policy import Policy
-from tripwires import Tripped
+from run.tripwires import Tripped
 from weight_sync import Push
 
 LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all

@@ -19,13 +19,13 @@ from torch.distributed import distributed_c10d
 
 import rollout
 import train_grpo
-import training_command
+from run import command as training_command
 from facts.architectures import Architecture, layers
 from inputs.config import load_config, to_dict
 from hardware.device import DTYPES
 from engines.interface import Completion, Engine, Stack
 from facts.engines import ENGINES
-from inputs import check
+from run import check
 from knobs import Config
 from plan import parameters
 

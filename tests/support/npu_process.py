@@ -207,7 +207,7 @@ def train(folder: Path, interrupted: bool) -> None:
 
     from inputs import config
     import train_grpo
-    import training_command
+    from run import command
     from learner import Learner
 
     training.lighten()
@@ -215,7 +215,7 @@ def train(folder: Path, interrupted: bool) -> None:
         real_update = Learner.update
         Learner.update = lambda self, *args: (interrupt if args[3] == INTERRUPTED else real_update)(self, *args)
     try:
-        training_command.start(config.load_config(folder / "config.yaml"), train_grpo.train)
+        command.start(config.load_config(folder / "config.yaml"), train_grpo.train)
     except Interrupted:
         return
     answers = {

@@ -26,7 +26,7 @@ import aqn
 import lora_megatron
 import reward_gsm8k
 import rollout
-import tripwires
+from run import tripwires
 import weight_sync
 from weights import huggingface
 from engines import drawing
@@ -35,7 +35,7 @@ from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
 from weights.policy import Policy
 from rollout import Sampled
-from sampling_ranks import Apart, Bridge, Delivery, Samplers
+from run.sampling_ranks import Apart, Bridge, Delivery, Samplers
 from weight_sync import Push
 
 FEW = {  # a step takes about 50 ms

@@ -25,12 +25,12 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
-import startup
+from run import opening
 import weight_sync
 from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
-from inputs import check
+from run import check
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
@@ -77,7 +77,7 @@ def equal_answers(real: Callable, *args, num_samples: int, **more) -> list:
 def order_from_the_start(patch: MonkeyPatch) -> None:
     """A resumed run asks again what the run asked from its first step on."""
     first = [0]
-    after(startup, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])(patch)
+    after(opening, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])(patch)
     instead(data_gsm8k.Questions, "pick", lambda real, asked, step, count: real(asked, step - first[-1], count))(patch)
 
 

@@ -21,18 +21,18 @@ import reward_gsm8k
 import rollout
 from runlog import run_record
 from runlog import log
-import startup
+from run import opening
 from weights import tiny_model
 import train_grpo
 from aqn import AqnError
-from inputs import check
+from run import check
 from inputs.files import InputError, read_tensors
 from tasks.scoring import Scorer
 from knobs import Config
 from lab import curves
 from learner import Learner
 from runlog.log import Heartbeat, RunLog
-from tripwires import Tripped
+from run.tripwires import Tripped
 
 SIZES = dict(
     vocab_size=304,
@@ -134,7 +134,7 @@ def start(cfg: Config, layout: str) -> None:
         check.check_answers(cfg, scorer)
         parallel = world.open_layout(layout)
         heartbeat = Heartbeat(0, RunLog(cfg, parallel.rank))
-        train_grpo.train(startup.open_run(cfg, parallel, heartbeat, inputs))
+        train_grpo.train(opening.open_run(cfg, parallel, heartbeat, inputs))
 
 
 def lighten(lenient: bool = True) -> None:

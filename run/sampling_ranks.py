@@ -25,7 +25,7 @@ import lora_megatron
 import parallel_setup
 from inputs.config import is_due
 from engines.interface import Completion
-from inputs.check import Inputs, texts
+from run.check import Inputs, texts
 from inputs.files import InputError
 from inputs.rules import Side, side_of
 from knobs import Config
@@ -34,8 +34,8 @@ from parallel_setup import Parallel, launched_rank, launched_world_size
 from weights.policy import Policy
 from rollout import Sampled
 from runlog.log import Heartbeat, StepTimer
-from sampler import Evaluation, Pushed, Sampler
-from tripwires import Tripped, Tripwires
+from run.sampler import Evaluation, Pushed, Sampler
+from run.tripwires import Tripped, Tripwires
 
 LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and between two notes of one's own
 

@@ -1,20 +1,20 @@
 """The engine that holds the policy: pushes, rollouts and evaluations; and how the ranks that train use it in turn.
 
-sampling_ranks.py has the same for engines on ranks of their own (rollout.ranks). Steps count from 0.
+run/sampling_ranks.py has the same for engines on ranks of their own (rollout.ranks). Steps count from 0.
 """
 
 from typing import NamedTuple
 
 import evaluate
 import rollout
-from inputs.check import Inputs
+from run.check import Inputs
 from knobs import Config
 from learner import Learner
 from plan import grid, parameters
 from weights.policy import Policy
 from rollout import Sampled
 from runlog.log import Heartbeat
-from tripwires import Tripwires
+from run.tripwires import Tripwires
 from weight_sync import Push
 
 Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns

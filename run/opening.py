@@ -1,7 +1,7 @@
 """Opening a run: its folder, its checkpoint, and its parts as a `Run`.
 
 open_run opens the log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the
-engine. inputs/check.py has read and checked the input before.
+engine. run/check.py has read and checked the input before.
 """
 
 import functools
@@ -24,7 +24,7 @@ from runlog import log as runlog
 from inputs.config import changes_at_resume, to_dict
 from data_gsm8k import Question
 from engines.interface import Completion
-from inputs.check import Inputs, checkpoint_to_resume, introduction, texts
+from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from inputs.files import disk_errors
 from tasks.question_files import alike
 from knobs import Config
@@ -35,9 +35,9 @@ from plan import utilisation
 from weights.policy import Policy
 from rollout import Rollout, Sampled
 from runlog.log import Heartbeat
-from sampler import Colocated, Sampler
-from sampling_ranks import Apart, Bridge
-from tripwires import Tripwires
+from run.sampler import Colocated, Sampler
+from run.sampling_ranks import Apart, Bridge
+from run.tripwires import Tripwires
 
 # ------------------------------------------------------------------------------------------------ opening the run
 

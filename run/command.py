@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import parallel_setup
 from runlog import log as runlog
-import sampling_ranks
-import startup
+from run import sampling_ranks
+from run import opening
 from weights import tiny_model
 from aqn import AqnError
 from inputs.config import command_line, resolve_config
-from inputs import check
+from run import check
 from inputs.files import MOST_RANKS, InputError, one_line
 from tasks.scoring import Scorer
 from knobs import Config
 from runlog import trackers
 from plan import doctor
 from runlog.log import Heartbeat, RunLog
-from sampling_ranks import Bridge
-from startup import Run
-from tripwires import Tripped
+from run.sampling_ranks import Bridge
+from run.opening import Run
+from run.tripwires import Tripped
 
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong
 
@@ -57,7 +57,7 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
             if bridge and samples:
                 sampling_ranks.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
             else:
-                train(startup.open_run(cfg, parallel, heartbeat, inputs, bridge))
+                train(opening.open_run(cfg, parallel, heartbeat, inputs, bridge))
     except Exception as error:
         log.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
         raise
