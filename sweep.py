@@ -26,7 +26,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 from pydantic import Field, NonNegativeInt
 
-from benchmarks.planted_fault import named_faults
+from checks.planted_fault import named_faults
 from inputs.config import command, config_hash, load_config
 from facts.variables import ON_CPU
 from inputs.files import MOST_RANKS, InputError, one_line, read_file, read_object, read_text, shown, write_atomically
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent
 
 class Variant(Part):
     overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
-    fault: str = Field("", description="of benchmarks/planted_fault.py: train with this fault, as a control")
+    fault: str = Field("", description="of checks/planted_fault.py: train with this fault, as a control")
     processes: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="number of ranks; by default that of the sweep"
     )
@@ -112,7 +112,7 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
 def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str]) -> Job:
     if variant.fault:
         named_faults(variant.fault)
-    script = ["benchmarks/planted_fault.py", variant.fault] if variant.fault else ["train_grpo.py"]
+    script = ["checks/planted_fault.py", variant.fault] if variant.fault else ["train_grpo.py"]
     of_seed = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
     overrides = [f"name={name}", *sweep.overrides, *variant.overrides, *of_seed, *extra]
     cfg = load_config(ROOT / sweep.config, overrides)

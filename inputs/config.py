@@ -244,7 +244,7 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-PLANTED = "0 (the benchmark plants it: benchmarks/planted_fault.py)"
+PLANTED = "0 (the benchmark plants it: checks/planted_fault.py)"
 
 # Keys that are gone, with the value that they have now. Records of then have them.
 REMOVED = {

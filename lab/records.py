@@ -61,7 +61,7 @@ def validated(model: type[Content], content: Any, where: Path) -> Content:
 
 
 def planted_fault(command: str) -> str:
-    """The faults with which a command trains on purpose (benchmarks/planted_fault.py); empty for any other command."""
+    """The faults with which a command trains on purpose (checks/planted_fault.py); empty for any other command."""
     found = re.search(r"\bplanted_fault\.py (\S+)", command)
     return found[1] if found else ""
 

@@ -307,13 +307,13 @@ def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_pat
 
     Experts whose weights are rounded are pushed by name, and others as stacks, so both are tried.
     """
-    script = "benchmarks/planted_fault.py"
+    script = "checks/planted_fault.py"
     command, metrics, right = train(tmp_path, script, "rounded=3")
     for fault in ("lost_experts", "rounded=3+lost_experts"):
         _, _, lost = train(tmp_path, script, fault)
         assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
     assert command.startswith(
-        "torchrun --nnodes=1 --nproc_per_node=1 benchmarks/planted_fault.py rounded=3 configs/bench.yaml name=x "
+        "torchrun --nnodes=1 --nproc_per_node=1 checks/planted_fault.py rounded=3 configs/bench.yaml name=x "
     )
     assert records.planted_fault(command) == "rounded=3"
     for fault in ("rounded=3+altered_evaluation", "altered_evaluation+rounded=3"):

@@ -131,7 +131,7 @@ def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(r
 def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, results: Path) -> None:
     records.add([run], results)
     planted = recorded.make_run(run.parent.with_name("planted"), "base-seed3", 3)
-    replaced(planted / "command.txt", "train_grpo.py", "benchmarks/planted_fault.py rounded_evaluation")
+    replaced(planted / "command.txt", "train_grpo.py", "checks/planted_fault.py rounded_evaluation")
     replaced(planted / "config.yaml", "name: base-seed3", "name: control-seed3")
     with pytest.raises(InputError, match="its metrics are those of base-seed3"):
         records.add([planted], results)

@@ -41,7 +41,7 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     )
     assert refusal(TINY, "rollout.round_bits=3") == (
         "override rollout.round_bits: not a key since version 0.2.0, always 0 (the benchmark plants it: "
-        "benchmarks/planted_fault.py); needed: leave it out"
+        "checks/planted_fault.py); needed: leave it out"
     )
     assert refusal(TINY, "train.tensorboard=true") == (
         "override train.tensorboard: not a key since version 0.2.0; needed: train.trackers: [tensorboard] for true, or "

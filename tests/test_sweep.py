@@ -79,7 +79,7 @@ def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
         write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"}), []
     )
     assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
-    assert broken.arguments[:2] == ["benchmarks/planted_fault.py", "reversed_clip"]
+    assert broken.arguments[:2] == ["checks/planted_fault.py", "reversed_clip"]
 
 
 def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path, capsys) -> None:

@@ -1,6 +1,6 @@
 """A training with a fault planted on purpose, to see whether the benchmark of methods finds it.
 
-    torchrun --nproc_per_node=1 benchmarks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
+    torchrun --nproc_per_node=1 checks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
 FAULT is a name, or NAME=VALUE (rounded=3), or several of them joined by + (rounded=3+inverted_weights).
 A fault is a function: it gets the right function of the method and returns the wrong one that takes its place while the
