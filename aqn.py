@@ -16,9 +16,9 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engines.interface import TensorStream
 from facts.architectures import Architecture, layers, tensor_shapes
 from inputs.config import derive_seed
-from engines.interface import TensorStream
 from inputs.files import InputError
 
 READERS = {  # member of aqn.targets -> the kinds of modules that read its norms, and their name in a message

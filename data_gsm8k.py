@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from inputs.config import derive_seed
-from tasks import question_files
 from inputs.files import InputError, one_line, read_bytes, read_object, shown
 from inputs.paths import Paths, listed
-from tasks.question_files import Row, Turn
 from knobs import GENERATED, DataConfig
+from tasks import question_files
+from tasks.question_files import Row, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

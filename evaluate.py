@@ -20,21 +20,21 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import torch
 
 import data_gsm8k
-from hardware import device as devices
 import parallel_setup
-from hardware import quantisation
 import reward_gsm8k
 import rollout
-from weights import huggingface
-from facts.architectures import tensor_shapes
-from inputs.config import command_line, derive_seed, resolve_config
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
+from facts.architectures import tensor_shapes
+from hardware import device as devices
+from hardware import quantisation
 from inputs import hf_config
+from inputs.config import command_line, derive_seed, resolve_config
 from inputs.files import BAD_INPUT, InputError, one_line
-from tasks.scoring import Call, Score, Scorer
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
+from tasks.scoring import Call, Score, Scorer
+from weights import huggingface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,15 +25,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from weights import checkpoint
-from hardware import device as devices
 import lora_megatron
-from hardware import quantisation as quantised
-from weights import huggingface
-from weights.adapter_weights import Adapted, adapted_modules
 from facts.architectures import Architecture, tensor_shapes
-from inputs.config import changed_keys, command, load_recorded
+from hardware import device as devices
+from hardware import quantisation as quantised
 from inputs import hf_config
+from inputs.config import changed_keys, command, load_recorded
 from inputs.files import (
     InputError,
     first_names,
@@ -45,6 +42,8 @@ from inputs.files import (
 )
 from knobs import Config, LoraConfig, ModelConfig
 from runlog.run_record import refuse_changed_inputs
+from weights import checkpoint, huggingface
+from weights.adapter_weights import Adapted, adapted_modules
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()

@@ -154,7 +154,7 @@ while [ "$tested" -lt 16 ] && [ $((2 * tested)) -le "$ranks" ]; do tested=$((2 *
 state=$({
     printf '%s\n' "${run[@]}" "$ranks" "$GIB"
     sha256sum "$config" ./*.py ./*/*.py ./*.sh
-    "$PYTHON" -c 'import sys; sys.path.insert(0, "."); import run_record; print(run_record.environment(0))'
+    "$PYTHON" -c 'import sys; sys.path.insert(0, "."); from runlog import run_record; print(run_record.environment(0))'
 } | sha256sum)
 
 echo "$config: $ranks ranks on $device; logs and results: $folder"

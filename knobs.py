@@ -28,7 +28,8 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
     quantisation: Literal["none", "int4"] = knob(
-        "none", "int4: the trainer holds the frozen routed experts in 4 bits, quantised on loading (hardware/quantisation.py)"
+        "none",
+        "int4: the trainer holds the frozen routed experts in 4 bits, quantised on loading (hardware/quantisation.py)",
     )
 
 

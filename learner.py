@@ -18,23 +18,22 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from weights import adapter_weights
 import grpo
-from model import packing
 import rollout
-from model import routing_replay
-from weights.adapter_weights import checksums
-from weights.checkpoint import Checkpoint
 from engines.interface import Completion
 from inputs import functions
 from inputs.files import InputError, first_three, shown
 from knobs import Config, OptimConfig
 from lora_megatron import whole_shape
-from weights.policy import Policy
-from rollout import MicroBatch, Rollout
+from model import packing, routing_replay
 from model.routing_replay import RouterLoad, RoutingReplay
-from runlog.log import StepTimer
+from rollout import MicroBatch, Rollout
 from run.tripwires import Tripped
+from runlog.log import StepTimer
+from weights import adapter_weights
+from weights.adapter_weights import checksums
+from weights.checkpoint import Checkpoint
+from weights.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inputs.config import derive_seed
 from hardware import kernels
+from inputs.config import derive_seed
 from inputs.files import InputError
 from inputs.hf_config import merged_together
 from knobs import LoraConfig

@@ -26,13 +26,13 @@ from pathlib import Path
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-from inputs.config import command, command_line, resolve_config
+from facts.devices import HARDWARE, three_digits
 from inputs import hf_config
+from inputs.config import command, command_line, resolve_config
 from inputs.files import MOST_RANKS, InputError, shown
 from inputs.rules import divisors, nearest
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
-from facts.devices import HARDWARE, three_digits
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-from inputs.config import command
 from facts.engines import ENGINES
+from inputs.config import command
 from inputs.files import InputError, first_names
 from lab import comparisons, pages, records, show
 from lab.records import Record

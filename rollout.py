@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 import grpo
-from facts.architectures import Architecture
-from inputs.config import derive_seed
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
-from tasks.scoring import Score
+from facts.architectures import Architecture
+from inputs.config import derive_seed
 from knobs import Config, RolloutConfig
 from model.packing import Packing
 from parallel_setup import Parallel
+from tasks.scoring import Score
 
 
 @dataclass

@@ -47,7 +47,7 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
 }
 
 # The wheel is tagged for Python 3.12, but all files of it that the tests import are plain Python, which 3.11 runs, too. It imports
-# triton, a download of 198 MB for kernels that no CPU runs; device.import_megatron says what takes its place.
+# triton, a download of 198 MB for kernels that no CPU runs; hardware/device.py says what takes its place.
 install_aside "$NEW_MEGATRON_DIR" --ignore-requires-python --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
 
 install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt

@@ -27,8 +27,8 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from pydantic import Field, NonNegativeInt
 
 from checks.planted_fault import named_faults
-from inputs.config import command, config_hash, load_config
 from facts.variables import ON_CPU
+from inputs.config import command, config_hash, load_config
 from inputs.files import MOST_RANKS, InputError, one_line, read_file, read_object, read_text, shown, write_atomically
 from knobs import Config
 from lab.records import Part, planted_fault, validated

@@ -22,9 +22,9 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import grpo
 import parallel_setup
-from run import command
-from inputs.config import derive_seed, is_due
 from inputs import functions
+from inputs.config import derive_seed, is_due
+from run import command
 from run.opening import Run
 
 

@@ -13,22 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from weights import adapter_weights
 import aqn
-from hardware import device as devices
-from model import megatron_model
-from weights import huggingface
-from facts.architectures import modules
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
+from facts.architectures import modules
+from hardware import device as devices
 from inputs.files import InputError
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
+from model import megatron_model
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
-from weights.policy import Policy
 from run.tripwires import Tripped, largest_gap
+from weights import adapter_weights, huggingface
+from weights.policy import Policy
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
 # of a sound run may differ by 0.8 nats, which is 0.006 in the mean of 128.
@@ -123,7 +122,7 @@ class Push:
         return huggingface.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see weights_hf.export.
+        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see huggingface.export.
 
         Routed experts are not among them if the engine has `stacks`, which brings them.
         """

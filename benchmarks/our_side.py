@@ -22,16 +22,14 @@ import torch
 
 import data_gsm8k
 import export
-from model import packing
 import reward_gsm8k
 import rollout
-from runlog import log
-from run import opening
 import train_grpo
-from run import command
 from engines.torch_sampler import TorchSampler
-from run import check
 from learner import Learner
+from model import packing
+from run import check, command, opening
+from runlog import log
 from runlog.log import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0

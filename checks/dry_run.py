@@ -30,30 +30,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from hardware import device as devices
 import lora_megatron
 import parallel_setup
-from model import routing_replay
-from weights import huggingface
-from facts.architectures import Architecture, layers
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, PHASES, WITHIN, DryRun, as_json, as_text, compare
-from inputs.config import command_line, resolve_config
 from engines.interface import Stack
+from facts.architectures import Architecture, layers
+from hardware import device as devices
 from hardware import kernels
 from inputs import hf_config
+from inputs.config import command_line, resolve_config
 from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
 from inputs.rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update
+from model import routing_replay
 from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
-from weights.policy import Policy
 from rollout import Rollout
 from runlog.log import StepTimer
 from weight_sync import Push
+from weights import huggingface
+from weights.policy import Policy
 
 # ------------------------------------------------------------------------------------------------ the step
 
@@ -134,7 +134,7 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
 
 
 def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
-    """The policy as startup.open_run makes it, of stand-ins for tensors."""
+    """The policy as opening.open_run makes it, of stand-ins for tensors."""
     with (
         mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
         mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),

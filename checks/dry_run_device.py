@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hardware import device as devices
 import parallel_setup
 from facts.architectures import Architecture, tensor_shapes
+from hardware import device as devices
 from knobs import ParallelConfig
 
 aten = torch.ops.aten
@@ -259,5 +259,5 @@ def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def tensors_of(arch: Architecture) -> dict[str, Tensor]:
-    """What weights_hf.read_model gives, without data: every tensor of the model in bf16 on the host."""
+    """What huggingface.read_model gives, without data: every tensor of the model in bf16 on the host."""
     return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(arch).items()}

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from facts.architectures import Architecture
 from checks.dry_run_meter import Phase
+from facts.architectures import Architecture
 from knobs import Config
 from plan import memory, roofline
 from plan.grid import RankGrid

@@ -23,19 +23,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hardware import device as devices
-from model import packing
-from hardware import quantisation
-from facts.architectures import Architecture
 from checks import launched
-from inputs.config import derive_seed
-from hardware import kernels
+from facts.architectures import Architecture
+from hardware import device as devices
+from hardware import kernels, quantisation
+from hardware.quantisation import Packed
 from inputs import hf_config
+from inputs.config import derive_seed
 from inputs.rules import check_layout
 from knobs import Config
+from model import packing
 from parallel_setup import Parallel
 from plan import grid, memory
-from hardware.quantisation import Packed
 
 INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
 BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not

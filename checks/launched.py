@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from inputs import config
 import parallel_setup
+from inputs import config
 from inputs.files import InputError, one_line
 from inputs.rules import side_of
 from knobs import Config

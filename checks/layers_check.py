@@ -23,29 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weights import adapter_weights
-from hardware import device as devices
 import lora_megatron
-from model import megatron_model
 import rollout
-from model import routing_replay
-from weights import tiny_model
-from weights import huggingface
-from facts.architectures import Architecture
 from checks import launched, sampling_check
-from inputs.config import derive_seed
 from data_gsm8k import Question
 from engines.interface import Engine
+from facts.architectures import Architecture
+from hardware import device as devices
 from inputs import hf_config
+from inputs.config import derive_seed
 from inputs.files import InputError, refuse_used
 from inputs.rules import check_sides
-from tasks.scoring import Score
 from knobs import Config
 from learner import Learner
+from model import megatron_model, routing_replay
 from parallel_setup import Parallel
-from weights.policy import Policy
 from run.tripwires import GAP_FLOOR, largest_gap, wrong_merge
+from tasks.scoring import Score
 from weight_sync import Push
+from weights import adapter_weights, huggingface, tiny_model
+from weights.policy import Policy
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
 HEAD = 2.0  # logits of standard deviation 1, not 0.5, so that the sampled tokens depend more on the layers

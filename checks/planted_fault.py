@@ -225,11 +225,11 @@ BITS = "3|4|8"
 FAULTS = {
     "inverted_weights": Fault("grpo.rollout_weights", inverted_weights),
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
-    "foreign_routes": Fault("routing_replay.RoutingReplay.replaying", foreign_routes),
+    "foreign_routes": Fault("model.routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
-    "altered_evaluation": Fault("sampler.Colocated.evaluate", altered_evaluation),
-    "rounded": Fault("sampler.Push", rounded, BITS),
-    "rounded_down": Fault("sampler.Push", rounded_down, BITS),
+    "altered_evaluation": Fault("run.sampler.Colocated.evaluate", altered_evaluation),
+    "rounded": Fault("run.sampler.Push", rounded, BITS),
+    "rounded_down": Fault("run.sampler.Push", rounded_down, BITS),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }

@@ -44,7 +44,7 @@ def pick(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Te
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
-    # As in the trainer, so that both round alike: model_megatron._VocabularyLogProbs.
+    # As in the trainer, so that both round alike: megatron_model._VocabularyLogProbs.
     scores = logits.float() / (temperature or 1.0)
     scores.sub_(scores.amax(-1, keepdim=True))
     probs = scores.exp()  # times their sum

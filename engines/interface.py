@@ -59,7 +59,7 @@ class Engine(Protocol):
         """Copy whole tensors into the engine, under their Hugging Face names.
 
         The first call must bring the whole model. Later calls may bring some of its fused groups (see
-        weights_hf.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
+        huggingface.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
         repeated, misshapen or non-finite tensor. After a failure the next call must bring the whole model.
         """
 

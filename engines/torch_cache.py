@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import packing
 from facts.architectures import Architecture
+from model import packing
 
 # Number of slots by which the cache of a row grows. A cache with few unused slots is read in half of the time of a
 # cache with a slot for every future token, where it does not fit into the processor's cache. Growing it moves an eighth

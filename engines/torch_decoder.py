@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import packing
-from facts.architectures import Architecture, modules
 from engines.interface import check_arrival, check_complete, check_factors, check_finite
 from engines.torch_cache import LineCache, RowCache
+from facts.architectures import Architecture, modules
 from hardware import kernels
 from knobs import LoraConfig
+from model import packing
 from weights.huggingface import fused_group
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from facts.architectures import Architecture, layers
-from hardware.device import DTYPES
-from inputs.capacity import MOST_SEQUENCES
 from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
+from facts.architectures import Architecture, layers
+from hardware.device import DTYPES
+from inputs.capacity import MOST_SEQUENCES
 from inputs.files import InputError
 from knobs import Config, LoraConfig
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from facts.architectures import Architecture
 from facts import variables
+from facts.architectures import Architecture
 from inputs.files import InputError
 
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weights import huggingface
-from facts.architectures import Architecture
 from engines import vllm_inside
 from engines.vllm_engine import VllmEngine
+from facts.architectures import Architecture
 from inputs.files import InputError
 from parallel_setup import Parallel
+from weights import huggingface
 from weights.huggingface import Slot
 
 # vllm-ascend 0.30 computes the router's logits with a copy of its weight (ops/fused_moe/fused_moe.py, forward).
@@ -89,10 +89,10 @@ def shards(
     only: Collection[str] | None = None,
     experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards of what weights_hf.export gives, under vLLM's names, with LoRA merged. Not collective.
+    """This rank's shards of what huggingface.export gives, under vLLM's names, with LoRA merged. Not collective.
 
     Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts``: see
-    weights_hf.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate
+    huggingface.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate
     before up, and w2 (E, w, h).
     """
     todo = list(huggingface.slots(model, arch, parallel))

@@ -20,10 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weights import huggingface
-from facts.architectures import Architecture, tensor_shapes
 from engines import vllm_adapter, vllm_ascend, vllm_inside
-from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from engines.drawing import uniforms_of
 from engines.interface import (
     Completion,
@@ -37,11 +34,14 @@ from engines.interface import (
     fault_of_log_probs,
     refuse_first,
 )
-from facts.engines import ENGINES, whole_experts
 from facts import variables
+from facts.architectures import Architecture, tensor_shapes
+from facts.engines import ENGINES, whole_experts
+from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from inputs.files import InputError
 from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
+from weights import huggingface
 
 # -------------------------------------------------------------------------------------------------- what is refused
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hardware import device as devices
-from facts.architectures import Architecture
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
-from inputs import capacity
-from facts import engines
 from engines.vllm_engine import VllmEngine
+from facts import engines
+from facts.architectures import Architecture
+from hardware import device as devices
+from inputs import capacity
 from inputs.files import InputError
 from inputs.rules import layout_sizes, sampler_problems
 from knobs import Config

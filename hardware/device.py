@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hardware import kernels
 from facts import variables
+from hardware import kernels
 from inputs.files import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
@@ -303,7 +303,7 @@ def _correct_megatron(device: torch.device) -> None:
 
     # 0.16.1 reads this name without importing it when there is no TE.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    # The model computes cos and sin once a forward pass (model_megatron.build), instead of twice in every layer.
+    # The model computes cos and sin once a forward pass (megatron_model.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
     returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.19.2
     token_dispatcher.permute = functools.partial(_permute, more=(None, None) if returns_more else ())

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware import device as devices
-from hardware import quantisation as quantised
 from facts.architectures import Architecture
+from hardware import device as devices
 from hardware import kernels
+from hardware import quantisation as quantised
+from hardware.quantisation import Packed
 from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
 from model.packing import CausalAttention, Packing
 from parallel_setup import Parallel
-from hardware.quantisation import Packed
 
 
 class RMSNorm(torch.nn.Module):
@@ -76,7 +76,7 @@ def build(
     aux_loss: float = 0.0,
     quantisation: str = "none",
 ) -> torch.nn.Module:
-    """The shard of the model on this rank, with uninitialised weights; weights_hf.load fills it.
+    """The shard of the model on this rank, with uninitialised weights; huggingface.load fills it.
 
     ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
     ``quantisation``: model.quantisation, of the routed experts.

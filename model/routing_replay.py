@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from weights import huggingface
-from facts.architectures import Architecture
 from engines.interface import Completion
+from facts.architectures import Architecture
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
+from weights import huggingface
 
 Value = TypeVar("Value")
 

@@ -26,9 +26,9 @@ from functools import partial
 from operator import not_
 from pathlib import Path
 
-from inputs.config import command, command_line, load_config
-from inputs import hf_config
 from facts import variables
+from inputs import hf_config
+from inputs.config import command, command_line, load_config
 from inputs.files import MOST_RANKS, InputError, first_three, variable
 from knobs import Config
 from plan.memory import GIB

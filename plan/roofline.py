@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from facts.architectures import Architecture, Module, over_layers
+from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from inputs.hf_config import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
-from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facts.architectures import Architecture
+from facts.devices import Hardware
 from inputs.capacity import cache_mib_per_row
 from inputs.files import InputError
 from inputs.rules import Side, divisors, layout_sizes, sampler_problems, side_problems, sides, trainer_problems
 from knobs import Config
 from plan import grid, roofline
-from facts.devices import Hardware
 from plan.memory import GIB, Memory, step_memory
 
 LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 
 from facts.architectures import Architecture
+from facts.devices import HARDWARE
 from inputs.rules import sides
 from knobs import Config
 from plan import grid, memory
-from facts.devices import HARDWARE
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
 # What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.

@@ -8,11 +8,11 @@ import contextlib
 from typing import NamedTuple
 
 from facts.architectures import Architecture
+from facts.devices import HARDWARE, three_digits
 from inputs import hf_config
 from inputs.files import InputError
 from knobs import Config
 from plan import grid
-from facts.devices import HARDWARE, three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Setting, Verdict, judge

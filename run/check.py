@@ -14,27 +14,25 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import aqn
-from weights import checkpoint
 import data_gsm8k
-from hardware import device as devices
 import evaluate
 import reward_gsm8k
 import rollout
-from runlog import run_record
-from weights import tiny_model
-from weights import huggingface
-from facts.architectures import Architecture
-from inputs.config import to_yaml
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
+from facts.architectures import Architecture
+from hardware import device as devices
 from inputs import functions, hf_config
-from tasks import question_files
+from inputs.config import to_yaml
 from inputs.files import InputError
-from tasks.question_files import Row
 from inputs.rules import check_sides, sides
-from tasks.scoring import Call, Score, Scorer
 from knobs import Config
 from parallel_setup import launched_rank, launched_world_size
+from runlog import run_record
+from tasks import question_files
+from tasks.question_files import Row
+from tasks.scoring import Call, Score, Scorer
+from weights import checkpoint, huggingface, tiny_model
 
 SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
 CHUNK = 64  # gold answers between two updates of the progress bar

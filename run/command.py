@@ -5,22 +5,20 @@ import traceback
 from collections.abc import Callable
 
 import parallel_setup
-from runlog import log as runlog
-from run import sampling_ranks
-from run import opening
-from weights import tiny_model
 from aqn import AqnError
 from inputs.config import command_line, resolve_config
-from run import check
 from inputs.files import MOST_RANKS, InputError, one_line
-from tasks.scoring import Scorer
 from knobs import Config
-from runlog import trackers
 from plan import doctor
-from runlog.log import Heartbeat, RunLog
-from run.sampling_ranks import Bridge
+from run import check, opening, sampling_ranks
 from run.opening import Run
+from run.sampling_ranks import Bridge
 from run.tripwires import Tripped
+from runlog import log as runlog
+from runlog import trackers
+from runlog.log import Heartbeat, RunLog
+from tasks.scoring import Scorer
+from weights import tiny_model
 
 STOPS = (Tripped, AqnError)  # a run that would be silently wrong
 

@@ -14,30 +14,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from weights import checkpoint
-from hardware import device as devices
 import evaluate
 import lora_megatron
 import parallel_setup
 import rollout
-from runlog import log as runlog
-from inputs.config import changes_at_resume, to_dict
 from data_gsm8k import Question
 from engines.interface import Completion
-from run.check import Inputs, checkpoint_to_resume, introduction, texts
+from hardware import device as devices
+from inputs.config import changes_at_resume, to_dict
 from inputs.files import disk_errors
-from tasks.question_files import alike
 from knobs import Config
 from lab import curves
 from learner import Learner
 from parallel_setup import Parallel
 from plan import utilisation
-from weights.policy import Policy
 from rollout import Rollout, Sampled
-from runlog.log import Heartbeat
+from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from run.sampler import Colocated, Sampler
 from run.sampling_ranks import Apart, Bridge
 from run.tripwires import Tripwires
+from runlog import log as runlog
+from runlog.log import Heartbeat
+from tasks.question_files import alike
+from weights import checkpoint
+from weights.policy import Policy
 
 # ------------------------------------------------------------------------------------------------ opening the run
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import evaluate
 import rollout
-from run.check import Inputs
 from knobs import Config
 from learner import Learner
 from plan import grid, parameters
-from weights.policy import Policy
 from rollout import Sampled
-from runlog.log import Heartbeat
+from run.check import Inputs
 from run.tripwires import Tripwires
+from runlog.log import Heartbeat
 from weight_sync import Push
+from weights.policy import Policy
 
 Evaluation = tuple[dict, list[dict]]  # what evaluate.evaluate returns
 

@@ -20,22 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weights import adapter_weights
 import lora_megatron
 import parallel_setup
-from inputs.config import is_due
 from engines.interface import Completion
-from run.check import Inputs, texts
+from inputs.config import is_due
 from inputs.files import InputError
 from inputs.rules import Side, side_of
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel, launched_rank, launched_world_size
-from weights.policy import Policy
 from rollout import Sampled
-from runlog.log import Heartbeat, StepTimer
+from run.check import Inputs, texts
 from run.sampler import Evaluation, Pushed, Sampler
 from run.tripwires import Tripped, Tripwires
+from runlog.log import Heartbeat, StepTimer
+from weights import adapter_weights
+from weights.policy import Policy
 
 LOOK_SECONDS = 1.0  # between two looks at the progress of the other side, and between two notes of one's own
 

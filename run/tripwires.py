@@ -161,7 +161,7 @@ class Tripwires:
             self.trip(
                 "state",
                 f"after {step} steps: {differing}",
-                "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, weights_hf.load)",
+                "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, huggingface.load)",
             )
 
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
@@ -185,7 +185,7 @@ class Tripwires:
                 "adapters",
                 f"step {step + 1}: the update of step {since + 1} had a gradient norm of {norm:.3g}, but the tensors "
                 f"pushed to the sampler{ranks} are the ones of before",
-                "the merge of the adapters (weights_hf.export); in bf16 also whether optim.lr can move the weights",
+                "the merge of the adapters (huggingface.export); in bf16 also whether optim.lr can move the weights",
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
@@ -342,7 +342,7 @@ class Tripwires:
                 "logp_gap",
                 f"{when}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
                 f"  with the weights pushed once more, {where_apart(bound)}",
-                "that layer's tensors in what is pushed (weight_sync.py, weights_hf.export), and how it is computed",
+                "that layer's tensors in what is pushed (weight_sync.py, huggingface.export), and how it is computed",
             )
 
     def _far_above_the_first_steps(self, bound: float) -> bool:

@@ -32,8 +32,8 @@ from tqdm import tqdm
 from inputs.config import config_hash
 from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config
-from runlog.trackers import Trackers
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
+from runlog.trackers import Trackers
 
 if TYPE_CHECKING:
     import torch

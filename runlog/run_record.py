@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from inputs.config import to_yaml
 from inputs import functions
+from inputs.config import to_yaml
 from inputs.files import (
     InputError,
     opened,
@@ -37,8 +37,8 @@ from inputs.files import (
     write_atomically,
 )
 from inputs.paths import listed
-from tasks.scoring import usable_cores
 from knobs import Config
+from tasks.scoring import usable_cores
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")

@@ -27,21 +27,21 @@ from sampled import DENSE, FREE, Model
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
-from hardware import device as devices
-from weights import huggingface
-from facts.architectures import tensor_shapes
-from inputs.config import load_config
 from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
+from facts.architectures import tensor_shapes
+from hardware import device as devices
 from inputs import hf_config
-from run import check
+from inputs.config import load_config
 from inputs.files import InputError
-from tasks.scoring import Scorer
 from knobs import LoraConfig
 from parallel_setup import Parallel
-from weights.policy import Policy
+from run import check
+from tasks.scoring import Scorer
 from weight_sync import Push
+from weights import huggingface
+from weights.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 ROOT = Path(__file__).parents[1]

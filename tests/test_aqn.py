@@ -16,8 +16,8 @@ from torch import Tensor
 import aqn
 from aqn import AqnError, norm_targets
 from facts.architectures import Architecture, tensor_shapes
-from inputs.config import derive_seed
 from inputs import hf_config
+from inputs.config import derive_seed
 from inputs.files import InputError
 
 SIGMAS = (0.01, 0.00316, 0.001)

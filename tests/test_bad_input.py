@@ -47,9 +47,9 @@ from pytest import CaptureFixture, MonkeyPatch
 from tiers import ci
 
 import data_gsm8k
+from plan import doctor
 from runlog import run_record
 from weights import tiny_model
-from plan import doctor
 
 pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them
     pytest.mark.filterwarnings(r"ignore:::megatron\."),

@@ -28,13 +28,13 @@ from source import ROOT
 from tiers import asked, nightly
 from torch import Tensor
 
-from hardware import device as devices
 import parallel_setup
 import rollout
-from inputs.config import load_config
 from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
-from inputs import hf_config
 from facts import variables
+from hardware import device as devices
+from inputs import hf_config
+from inputs.config import load_config
 from inputs.files import InputError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from refused import refusal
 
-from inputs import config
 import grpo
 import reward_gsm8k
+from inputs import config
 from inputs.config import load_config
 from knobs import Config, LossConfig, RewardConfig
 

@@ -17,10 +17,10 @@ import pytest
 from pyarrow import parquet
 
 import data_gsm8k
-from tasks import question_files
 from inputs.files import InputError
-from tasks.question_files import Row
 from knobs import DataConfig
+from tasks import question_files
+from tasks.question_files import Row
 from weights.tiny_model import build_tokenizer
 
 ROWS = [

@@ -23,8 +23,8 @@ import parallel_setup
 import preflight
 from checks.dry_run_meter import Meter, Phase
 from checks.dry_run_report import Compared, DryRun, as_text
-from inputs.config import load_config
 from inputs import hf_config
+from inputs.config import load_config
 from learner import Learner
 from runlog.log import Heartbeat, RunLog, StepTimer
 

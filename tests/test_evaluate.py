@@ -17,11 +17,11 @@ from tiers import asked, ci, nightly
 import evaluate
 import export
 import reward_gsm8k
-from inputs.config import to_yaml
 from data_gsm8k import Question
 from engines.interface import Completion
-from tasks.scoring import Score
+from inputs.config import to_yaml
 from knobs import Config
+from tasks.scoring import Score
 
 
 @pytest.mark.parametrize(

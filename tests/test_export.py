@@ -24,15 +24,13 @@ from safetensors.torch import load_file
 from tiers import asked, ci
 from torch import Tensor
 
-from weights import adapter_weights
-from weights import checkpoint
 import export
 import lora_megatron
+from inputs import hf_config
+from inputs.config import load_config
 from model import megatron_model
 from runlog import run_record
-from weights import huggingface
-from inputs.config import load_config
-from inputs import hf_config
+from weights import adapter_weights, checkpoint, huggingface
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = ["TP1", "TP2_EP2"]

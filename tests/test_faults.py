@@ -58,7 +58,7 @@ def of_checkpoint(expected: str, layout: str = "TP1") -> Row:
 HELD_OUT = ["checks.held_out: step 1 asks 1 held-out questions, for example"]
 ROWS = {  # those with the plant `nothing` have a fault in their settings
     "experts of layer 1 are pushed without their update": Row(
-        ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs", "weights_hf.export"],
+        ["checks.logp_gap", "step 2", "layer 1 is the first whose output differs", "huggingface.export"],
         layout="TP2_EP2",
     ),
     "a router is pushed in another order": Row(["checks.logp_gap", "step 1", "layer 0 is the first"]),

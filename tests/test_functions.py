@@ -18,14 +18,14 @@ from saved import config_in
 
 import data_gsm8k
 import grpo
-from runlog import run_record
-from inputs.config import load_config
 from inputs import functions
-from run import check
-from tasks import math_answers
+from inputs.config import load_config
 from inputs.files import InputError
-from tasks.scoring import Call, Failure, Score, Scorer, usable_cores
 from knobs import Config, RewardConfig
+from run import check
+from runlog import run_record
+from tasks import math_answers
+from tasks.scoring import Call, Failure, Score, Scorer, usable_cores
 
 OWN = Path(__file__).parent / "support" / "own.py"
 EXAMPLES = Path(__file__).parents[1] / "examples"

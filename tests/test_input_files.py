@@ -9,12 +9,12 @@ import killed
 import pytest
 from breaking import failing_read
 
-from runlog import run_record
 from data_gsm8k import load_tokenizer
 from inputs import files as input_files
 from inputs import hf_config
-from tasks import question_files
 from inputs.files import InputError
+from runlog import run_record
+from tasks import question_files
 
 READERS = (
     input_files.read_bytes,

@@ -19,11 +19,11 @@ from pyarrow import parquet
 from tiers import asked, nightly
 
 from facts.architectures import Architecture
-from inputs.config import load_config, to_yaml
 from inputs import hf_config
-from tasks import question_files
+from inputs.config import load_config, to_yaml
 from inputs.files import InputError, one_line
 from knobs import Config
+from tasks import question_files
 
 steady = settings(
     derandomize=True,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from checks import kernels_check
 from checks.kernels_check import Case
-from inputs.config import load_config
 from hardware import kernels
 from inputs import hf_config
+from inputs.config import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU = torch.device("cpu")

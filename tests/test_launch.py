@@ -24,12 +24,12 @@ import training
 from saved import config_in
 
 import parallel_setup
-from runlog import log as runlog
 import train_grpo
-from run import command as training_command
 from checks import launched as launched_question
 from inputs.config import to_yaml
 from parallel_setup import Parallel
+from run import command as training_command
+from runlog import log as runlog
 from runlog.log import EXIT_CODE, Heartbeat, RunLog
 
 

@@ -23,22 +23,22 @@ import world
 from live_bytes import LiveBytes
 from tiers import ci, nightly
 
-from hardware import device as devices
 import lora_megatron
-from model import megatron_model
 import parallel_setup
 import rollout
-from facts.architectures import Architecture
 from checks import dry_run_device
-from inputs.config import load_config
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from facts.architectures import Architecture
+from hardware import device as devices
 from inputs import hf_config
+from inputs.config import load_config
 from knobs import Config, LoraConfig, ParallelConfig
 from learner import Learner
+from model import megatron_model
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
-from weights.policy import Policy
 from runlog.log import Heartbeat, RunLog, StepTimer
+from weights.policy import Policy
 
 KINDS = ("tensor", "data", "expert", "expert_data")
 ALL_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")

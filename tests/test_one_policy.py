@@ -25,23 +25,21 @@ from sampled import FREE, Model
 from tiers import asked, ci
 from torch import Tensor
 
-from weights import checkpoint
 import export
-from model import megatron_model
-from weights import policy
-from runlog import run_record
-from weights import huggingface
-from inputs.config import to_yaml
-from hardware.device import DTYPES
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
+from hardware.device import DTYPES
 from inputs import hf_config
+from inputs.config import to_yaml
 from inputs.files import InputError
 from knobs import Config
+from model import megatron_model
 from parallel_setup import Parallel
-from weights.policy import Policy
+from runlog import run_record
 from weight_sync import Push
+from weights import checkpoint, huggingface, policy
+from weights.policy import Policy
 
 KINDS = ("qwen3_moe", "qwen2_moe")
 LAYOUTS = ["TP2_EP2", "TP2_EP2_DP2", ci("TP1"), ci("EP2_DP4")]

@@ -15,9 +15,8 @@ from gpu_attention import FORMS, as_on_a_gpu
 from tiers import ci
 from torch import Tensor
 
-from model import megatron_model
-from model import packing
 from hardware import kernels
+from model import megatron_model, packing
 
 TEMPERATURE = 0.7
 

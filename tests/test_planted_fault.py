@@ -28,12 +28,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planted_fault
 from planted_fault import named_faults
 
-from weights import huggingface
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from lab import curves, records
 from parallel_setup import Parallel
+from weights import huggingface
 from weights.policy import Policy
 
 LAYOUTS = ["TP1", "TP2_EP2"]
@@ -267,9 +267,9 @@ def test_an_unknown_fault_is_refused_in_one_line(text: str, message: str, capsys
 def test_a_fault_without_a_place_is_refused_in_one_line(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("routing_replay.RoutingReplay.replaying")
+    monkeypatch.delattr("model.routing_replay.RoutingReplay.replaying")
     assert planted_fault.main(["foreign_routes", "configs/bench.yaml"]) == 2
-    assert "error: routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
+    assert "error: model.routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
 
 
 def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:

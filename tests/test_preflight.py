@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from tiers import ci
 
-from inputs import config
 import preflight
-from inputs import hf_config, rules
-from plan import whole_run
 from facts.devices import HARDWARE
+from inputs import config, hf_config, rules
+from plan import whole_run
 
 ROOT = Path(__file__).parents[1]
 QWEN3, QWEN15, TINY = (str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3", "qwen15_moe", "tiny_cpu"))

@@ -14,9 +14,9 @@ from collections import Counter
 import pytest
 
 import data_gsm8k
-from weights import tiny_model
 from inputs.config import load_config
 from inputs.files import InputError
+from weights import tiny_model
 
 MANY = (1, 3)
 LINE = re.compile(r"(\d+) ([+-]) (\d+) = (\d+)")

@@ -19,8 +19,8 @@ import pytest
 
 import preflight
 from facts.architectures import Architecture
-from plan.grid import WHOLE
 from facts.devices import HARDWARE, SPREAD, Range, spread
+from plan.grid import WHOLE
 from plan.parameters import base_parameters
 from plan.roofline import Rows, decode_parts, decode_step, forward_flops
 

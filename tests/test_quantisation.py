@@ -16,16 +16,14 @@ from safetensors.torch import load_file, save_file
 from tiers import asked, ci, nightly
 from torch import Tensor
 
-from weights import adapter_weights
 import export
 import lora_megatron
-from hardware import quantisation
-from weights import huggingface
-from hardware import kernels
+from hardware import kernels, quantisation
 from inputs import hf_config, rules
 from inputs.files import InputError
 from inputs.hf_config import INT4_GROUP
 from parallel_setup import Parallel
+from weights import adapter_weights, huggingface
 
 LAYOUTS = ["TP1", "TP2_EP2_DP2", ci("EP2_DP4")]
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"

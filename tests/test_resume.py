@@ -16,12 +16,12 @@ import world
 from breaking import flip_a_bit
 from tiers import asked, ci, nightly
 
-from weights import checkpoint
-from runlog import run_record
 import train_grpo
 from inputs.config import to_yaml
 from parallel_setup import Parallel
+from runlog import run_record
 from runlog.run_record import sha256_file
+from weights import checkpoint
 
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")

@@ -15,17 +15,17 @@ import training
 import world
 from tiers import ci
 
-from hardware import device as devices
 import rollout
-from inputs.config import derive_seed
 from data_gsm8k import Question, Questions
 from engines import vllm_engine
 from engines.interface import Completion
+from hardware import device as devices
 from inputs import hf_config
+from inputs.config import derive_seed
 from inputs.files import InputError
-from tasks.scoring import Score
 from knobs import Config
 from rollout import Rollout
+from tasks.scoring import Score
 
 CPU = torch.device("cpu")
 

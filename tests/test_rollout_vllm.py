@@ -30,12 +30,12 @@ from source import ROOT
 from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
-from hardware import device as devices
-from inputs.config import load_config
 from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine
-from inputs import hf_config
 from facts import variables
+from hardware import device as devices
+from inputs import hf_config
+from inputs.config import load_config
 from inputs.files import InputError
 from weights.huggingface import fused_group
 

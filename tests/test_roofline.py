@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 import preflight
-from inputs.config import load_config
-from inputs import hf_config
-from plan import grid, roofline
 from facts.devices import HARDWARE
+from inputs import hf_config
+from inputs.config import load_config
+from plan import grid, roofline
 from plan.memory import step_memory
 
 # 376 TFLOP/s, 1.6 TB/s, 196 GB/s; at 20 % in training. A decode step takes 20 ms with graphs, 34 ms without.

@@ -17,9 +17,7 @@ import world
 from adapted import load, my_rows
 from tiers import ci
 
-from model import megatron_model
-from model import packing
-from model import routing_replay
+from model import megatron_model, packing, routing_replay
 
 KINDS = ["qwen3_moe", ci("qwen2_moe")]
 LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]

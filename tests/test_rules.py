@@ -13,9 +13,8 @@ import pytest
 import yaml
 from refused import refusal
 
-from inputs import config
+from inputs import config, hf_config
 from inputs.config import load_config, resolve_config
-from inputs import hf_config
 from inputs.files import InputError
 from inputs.rules import check_layout
 

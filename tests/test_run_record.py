@@ -17,9 +17,9 @@ from pytest import MonkeyPatch
 from recorded import commit, git
 from saved import config_in
 
-from runlog import run_record
 from inputs.files import InputError, write_atomically
 from knobs import Config
+from runlog import run_record
 
 
 def test_command_of_a_torchrun_start_can_be_typed_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

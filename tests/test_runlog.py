@@ -16,9 +16,9 @@ from pytest import MonkeyPatch
 from saved import config_in
 from tiers import ci
 
-from runlog import run_record
-from runlog import log as runlog
 from knobs import Config
+from runlog import log as runlog
+from runlog import run_record
 
 
 @pytest.fixture

@@ -26,18 +26,17 @@ from planting import before
 from refused import refusal
 from tiers import ci, nightly
 
-from weights import adapter_weights
 import rollout
-from run import opening
 from inputs.config import to_yaml
-from run import check
 from inputs.files import InputError
-from tasks.scoring import Scorer
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from runlog.log import EXIT_CODE
+from run import check, opening
 from run.sampling_ranks import Apart, Bridge, Samplers
+from runlog.log import EXIT_CODE
+from tasks.scoring import Scorer
+from weights import adapter_weights
 
 OWN = Path(__file__).parent / "support" / "own.py"
 RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")

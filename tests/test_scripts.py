@@ -20,8 +20,8 @@ import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
 from tiers import ci
 
-from inputs.config import load_config
 from inputs import hf_config
+from inputs.config import load_config
 from inputs.files import InputError
 from inputs.rules import check_layout, sides
 

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 import data_gsm8k
 import export
-from inputs.config import to_yaml
 from facts import variables
+from inputs.config import to_yaml
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]
 LIMIT = 12  # tokens of an answer

@@ -22,17 +22,17 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 
 import lora_megatron
-from model import megatron_model
-from weights import huggingface
-from hardware.device import DTYPES
 from engines import vllm_inside
 from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
+from hardware.device import DTYPES
 from knobs import Config
+from model import megatron_model
 from parallel_setup import Parallel
-from weights.policy import Policy
 from run.tripwires import Tripped
 from weight_sync import Push
+from weights import huggingface
+from weights.policy import Policy
 
 LAYOUTS = ["TP1", "TP2_EP2", ci("EP2_DP4")]
 PROBE = [5, 6, 7, 8]

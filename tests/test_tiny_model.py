@@ -9,11 +9,10 @@ from unittest import mock
 import torch
 import training
 
-from model import megatron_model
-from weights import tiny_model
-from weights import huggingface
 from inputs import hf_config
 from knobs import Config
+from model import megatron_model
+from weights import huggingface, tiny_model
 
 
 def make(layout: str, cfg: Config, sender) -> None:

@@ -21,10 +21,9 @@ from pytest import MonkeyPatch
 from saved import config_in, opened
 from source import ROOT
 
-from runlog import run_record
 import train_grpo
 from run import command
-from runlog import trackers
+from runlog import run_record, trackers
 from runlog.log import RunLog
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"

@@ -24,12 +24,11 @@ from tiers import asked, ci, nightly
 import data_gsm8k
 import grpo
 import learner
-from run import opening
-from weights import huggingface
 from engines.interface import Completion
-from run import check
 from inputs.files import InputError
+from run import check, opening
 from tasks.scoring import Scorer
+from weights import huggingface
 
 FIRST = ["TP2_EP2_DP2", "TP2_EP4"]
 ELSEWHERE = ("TP1", "TP8")  # test_lora.py covers the kind of the last one

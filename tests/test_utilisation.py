@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inputs.config import load_config
 from inputs import hf_config
+from inputs.config import load_config
 from plan import utilisation
 
 APART = ["rollout.sync=adapter", "rollout.expert_parallel=false"]  # no weights are merged

@@ -20,13 +20,13 @@ from tiers import ci
 from torch import Tensor
 
 import aqn
-from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from weights.policy import Policy
 from weight_sync import Push
+from weights import huggingface
+from weights.policy import Policy
 
 KINDS = ["qwen2_moe", ci("qwen3_moe")]
 LAYOUTS = ["TP1", "TP2_EP2"]

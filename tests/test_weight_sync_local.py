@@ -27,20 +27,20 @@ from torch import Tensor
 
 import lora_megatron
 import rollout
-from weights import huggingface
-from facts.architectures import Architecture
 from engines import vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
+from facts.architectures import Architecture
 from inputs import hf_config, rules
 from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from weights.policy import Policy
 from run.tripwires import Tripped
 from weight_sync import Push
+from weights import huggingface
+from weights.policy import Policy
 
 LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all
 PROBE = [5, 6, 7, 8]

@@ -23,11 +23,11 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import megatron_model
-from weights import huggingface
 from inputs import hf_config
 from inputs.files import InputError
+from model import megatron_model
 from parallel_setup import Parallel
+from weights import huggingface
 
 KINDS = ["qwen3_moe", "qwen2_moe"]
 LAYOUTS = ["TP1", "TP2_EP2_DP2", *map(ci, ["DP2", "TP2", "EP2", "TP2_EP2", "EP2_DP4"])]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import lora_megatron
-from weights import huggingface
 from facts.architectures import Architecture, Module, every_module, layers
 from inputs.files import InputError
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel
+from weights import huggingface
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
 SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from facts.architectures import Architecture, modules, tensor_shapes
+from hardware.quantisation import Packed, quantise
 from inputs.files import InputError, first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
-from hardware.quantisation import Packed, quantise
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency

@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from weights import adapter_weights
 import lora_megatron
-from model import megatron_model
-from weights import huggingface
-from weights.adapter_weights import checksums, hf_name
 from facts.architectures import Architecture
 from inputs.files import first_three
 from knobs import Config
+from model import megatron_model
 from model.megatron_model import TokenStats
 from parallel_setup import Parallel
 from rollout import MicroBatch
+from weights import adapter_weights, huggingface
+from weights.adapter_weights import checksums, hf_name
 from weights.huggingface import Slot
 
 SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it

@@ -23,17 +23,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data_gsm8k
-from model import megatron_model
 import parallel_setup
-from weights import huggingface
-from facts.architectures import Architecture, tensor_shapes
-from inputs.config import derive_seed, flatten
 from data_gsm8k import Line, Problem
+from facts.architectures import Architecture, tensor_shapes
 from inputs import hf_config
+from inputs.config import derive_seed, flatten
 from inputs.files import InputError, aside, disk_errors, read_object, whole_folder
 from knobs import Config, ParallelConfig
+from model import megatron_model
 from parallel_setup import Parallel
 from runlog.run_record import lock_file
+from weights import huggingface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,12 +24,11 @@ from tiers import ci, nightly
 from torch import Tensor
 from world import Place
 
-from weights import adapter_weights
 import lora_megatron
-from weights import huggingface
 from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
+from weights import adapter_weights, huggingface
 
 # Of a gradient, relative to its largest element; measured 2e-6 on a CPU, on a device not yet.
 TOLERANCE = 1e-4 if Place.device.type == "cpu" else 1e-3

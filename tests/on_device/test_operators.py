@@ -14,8 +14,8 @@ import world
 from world import Place
 
 from checks import kernels_check
-from inputs.config import load_config
 from inputs import hf_config
+from inputs.config import load_config
 
 pytestmark = pytest.mark.device
 TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"

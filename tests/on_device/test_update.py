@@ -22,9 +22,9 @@ from update_reference import CASES, Updated
 import grpo
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
-from weights.policy import Policy
 from rollout import Rollout
 from runlog.log import Heartbeat, RunLog, StepTimer
+from weights.policy import Policy
 
 pytestmark = pytest.mark.device
 LAYOUTS = world.TESTED

@@ -9,14 +9,13 @@ import torch
 from lora_reference import ALPHA, EXPERT_RANK, RANK, TARGETS, TEMPERATURE, Reference
 from torch import Tensor
 
-from weights import adapter_weights
 import lora_megatron
-from model import megatron_model
-from weights import huggingface
 from facts.architectures import Architecture
 from inputs import hf_config
 from knobs import Config, LoraConfig
+from model import megatron_model
 from parallel_setup import Parallel
+from weights import adapter_weights, huggingface
 
 SEED = 4  # seed of the initial factors
 

@@ -19,15 +19,15 @@ from torch.distributed import distributed_c10d
 
 import rollout
 import train_grpo
-from run import command as training_command
-from facts.architectures import Architecture, layers
-from inputs.config import load_config, to_dict
-from hardware.device import DTYPES
 from engines.interface import Completion, Engine, Stack
+from facts.architectures import Architecture, layers
 from facts.engines import ENGINES
-from run import check
+from hardware.device import DTYPES
+from inputs.config import load_config, to_dict
 from knobs import Config
 from plan import parameters
+from run import check
+from run import command as training_command
 
 COLLECTIVES = (
     "all_reduce",

@@ -14,8 +14,8 @@ import warnings
 import torch
 
 from checks import dry_run, dry_run_device, dry_run_report
-from inputs.config import resolve_config
 from inputs import hf_config
+from inputs.config import resolve_config
 
 
 def kept_alive(model: torch.nn.Module) -> None:

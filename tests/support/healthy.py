@@ -7,8 +7,8 @@ from pathlib import Path
 
 from source import ROOT
 
-from inputs.config import load_config
 from facts import variables
+from inputs.config import load_config
 from plan.doctor import Machine
 
 GIB = 2**30

@@ -9,12 +9,12 @@ import gc
 
 import torch
 
-from model import megatron_model
 from facts.architectures import Architecture
 from knobs import Config
+from model import megatron_model
 from parallel_setup import Parallel
-from weights.policy import Policy
 from rollout import Rollout
+from weights.policy import Policy
 
 
 class LiveBytes:

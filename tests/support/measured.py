@@ -16,10 +16,10 @@ from lora_reference import TEMPERATURE, Reference
 from torch import Tensor
 
 import lora_megatron
-from model import megatron_model
 import parallel_setup
-from weights import huggingface
+from model import megatron_model
 from parallel_setup import Parallel
+from weights import huggingface
 
 CONTROLS = {  # the omitted reduction: layouts in which several ranks take part in it
     "tensor": ["TP2", "TP2_EP2_DP2", "TP4_EP16"],

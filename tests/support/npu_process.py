@@ -29,9 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from facts import variables as environment  # noqa: E402
 from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
-from facts import variables as environment  # noqa: E402
 
 COUNTS = torch.tensor([5, 0, 7])
 INTERRUPTED = 2
@@ -205,10 +205,10 @@ def train(folder: Path, interrupted: bool) -> None:
     """One rank, with the variables that torchrun sets."""
     import training
 
-    from inputs import config
     import train_grpo
-    from run import command
+    from inputs import config
     from learner import Learner
+    from run import command
 
     training.lighten()
     if interrupted:
@@ -233,9 +233,9 @@ def train(folder: Path, interrupted: bool) -> None:
 
 def after_the_training(folder: Path) -> int:
     """The highest exit code of both exports of the run of FOLDER and of an evaluation of its base, on one rank."""
-    from inputs import config
     import evaluate
     import export
+    from inputs import config
 
     (run,) = Path(config.load_config(folder / "config.yaml").train.out_dir).glob("tiny-*")
     (run / "config.yaml").write_text((folder / "config.yaml").read_text())  # training.lighten leaves it out

@@ -21,22 +21,21 @@ from planting import Plant, after, before, both, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from weights import adapter_weights
 import aqn
 import lora_megatron
 import reward_gsm8k
 import rollout
-from run import tripwires
 import weight_sync
-from weights import huggingface
 from engines import drawing
 from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
-from weights.policy import Policy
 from rollout import Sampled
+from run import tripwires
 from run.sampling_ranks import Apart, Bridge, Delivery, Samplers
 from weight_sync import Push
+from weights import adapter_weights, huggingface
+from weights.policy import Policy
 
 FEW = {  # a step takes about 50 ms
     "rollout__prompts_per_step": 4,

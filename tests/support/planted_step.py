@@ -15,9 +15,7 @@ from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from weights import adapter_weights
 import aqn
-from weights import checkpoint
 import data_gsm8k
 import grpo
 import learner
@@ -25,16 +23,15 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
-from run import opening
 import weight_sync
-from weights import huggingface
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
-from run import check
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import MicroBatch, Rollout
+from run import check, opening
 from weight_sync import Push
+from weights import adapter_weights, checkpoint, huggingface
 
 # ------------------------------------------------------------------------------------------------ rows and rewards
 

@@ -17,16 +17,15 @@ from planting import Plant, after, before, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from weights import checkpoint
 import data_gsm8k
 import grpo
 import lora_megatron
 import reward_gsm8k
-from weights import huggingface
-from tasks.question_files import Row
 from learner import MOMENTS, Learner
 from parallel_setup import Parallel
 from rollout import MicroBatch
+from tasks.question_files import Row
+from weights import checkpoint, huggingface
 
 # ------------------------------------------------------------------------------------------------ rewards, policy
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from source import ROOT
 
-from runlog import run_record
 from inputs.config import config_hash, load_config, to_yaml
 from lab import records
+from runlog import run_record
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {

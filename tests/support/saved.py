@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weights import checkpoint
 from knobs import Config, DataConfig, ModelConfig, TrainConfig
 from runlog.log import RunLog
+from weights import checkpoint
 
 
 def config_in(folder: Path, **train: object) -> Config:

@@ -19,20 +19,18 @@ from planting import Plant
 import parallel_setup
 import reward_gsm8k
 import rollout
-from runlog import run_record
-from runlog import log
-from run import opening
-from weights import tiny_model
 import train_grpo
 from aqn import AqnError
-from run import check
 from inputs.files import InputError, read_tensors
-from tasks.scoring import Scorer
 from knobs import Config
 from lab import curves
 from learner import Learner
-from runlog.log import Heartbeat, RunLog
+from run import check, opening
 from run.tripwires import Tripped
+from runlog import log, run_record
+from runlog.log import Heartbeat, RunLog
+from tasks.scoring import Scorer
+from weights import tiny_model
 
 SIZES = dict(
     vocab_size=304,

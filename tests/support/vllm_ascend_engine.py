@@ -28,11 +28,13 @@ import vllm  # noqa: E402
 import world  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from inputs import config  # noqa: E402
 import rollout  # noqa: E402
 from engines import vllm_colocated, vllm_inside  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402
-from inputs import hf_config  # noqa: E402
+from inputs import (
+    config,  # noqa: E402
+    hf_config,  # noqa: E402
+)
 
 END = {0}  # vLLM 0.30 refuses an id that is not in the vocabulary
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-from hardware import device as devices
 import parallel_setup
+from hardware import device as devices
 from knobs import ParallelConfig
 
 LIMIT = 120  # seconds that launched ranks wait for each other
