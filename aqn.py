@@ -18,18 +18,14 @@ from torch import Tensor
 
 from engines.interface import TensorStream
 from facts.architectures import Architecture, layers, tensor_shapes
-from inputs.config import derive_seed
-from inputs.files import InputError
+from facts.exits import AqnError, InputError
+from facts.seeds import derive_seed
 
 READERS = {  # member of aqn.targets -> the kinds of modules that read its norms, and their name in a message
     "attention": (("attention",), "attention"),
     "experts": (("experts",), "MoE layer"),
     "mlp": (("dense", "shared"), "dense layer and no shared expert"),
 }
-
-
-class AqnError(RuntimeError):
-    """The noise is not what was asked for. A run that continued would be silently wrong."""
 
 
 def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inputs.config import derive_seed
-from inputs.files import InputError, one_line, read_bytes, read_object, shown
-from inputs.paths import Paths, listed
-from knobs import GENERATED, DataConfig
+from facts.exits import InputError
+from facts.seeds import derive_seed
+from inputs.files import one_line, read_bytes, read_object, shown
+from knobs import GENERATED, DataConfig, Paths, listed
 from tasks import question_files
 from tasks.question_files import Row, Turn
 

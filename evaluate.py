@@ -26,11 +26,13 @@ import rollout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
+from facts.exits import InputError
+from facts.seeds import derive_seed
 from hardware import device as devices
 from hardware import quantisation
 from inputs import hf_config
-from inputs.config import command_line, derive_seed, resolve_config
-from inputs.files import BAD_INPUT, InputError, one_line
+from inputs.config import command_line, resolve_config
+from inputs.files import BAD_INPUT, one_line
 from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from tasks.scoring import Call, Score, Scorer

@@ -27,19 +27,12 @@ from torch import Tensor
 
 import lora_megatron
 from facts.architectures import Architecture, tensor_shapes
+from facts.exits import InputError
 from hardware import device as devices
 from hardware import quantisation as quantised
 from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded
-from inputs.files import (
-    InputError,
-    first_names,
-    read_bytes,
-    read_object,
-    read_tensors,
-    refuse_used,
-    whole_folder,
-)
+from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
 from knobs import Config, LoraConfig, ModelConfig
 from runlog.run_record import refuse_changed_inputs
 from weights import checkpoint, huggingface

@@ -3,18 +3,35 @@
 inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from facts.architectures import FamilyName
 from facts.engines import ENGINES, EngineName, Kind
-from inputs.paths import Paths
 
 
 def knob(default: Any, description: str, **bounds: Any) -> Any:
     """A field with its description; with `...` as default the file must give a value."""
     return Field(default, description=description, **bounds)
+
+
+def _paths(value: Any) -> str | tuple[str, ...]:
+    """A text as it is, a list of texts as a tuple; ValueError with what is needed for all other values."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(path, str) and path for path in value):
+        return tuple(value)
+    raise ValueError("a path or a list of paths")
+
+
+Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]
+
+
+def listed(paths: Paths | Path) -> tuple[str, ...]:
+    """Each of one or several paths."""
+    return paths if isinstance(paths, tuple) else (str(paths),)
 
 
 class Section(BaseModel):

@@ -21,14 +21,14 @@ from torch.optim.adamw import adamw
 import grpo
 import rollout
 from engines.interface import Completion
+from facts.exits import InputError, Tripped
 from inputs import functions
-from inputs.files import InputError, first_three, shown
+from inputs.files import first_three, shown
 from knobs import Config, OptimConfig
 from lora_megatron import whole_shape
 from model import packing, routing_replay
 from model.routing_replay import RouterLoad, RoutingReplay
 from rollout import MicroBatch, Rollout
-from run.tripwires import Tripped
 from runlog.log import StepTimer
 from weights import adapter_weights
 from weights.adapter_weights import checksums

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from facts.exits import InputError
+from facts.limits import merged_together
+from facts.seeds import derive_seed
 from hardware import kernels
-from inputs.config import derive_seed
-from inputs.files import InputError
-from inputs.hf_config import merged_together
 from knobs import LoraConfig
 from model.megatron_model import GroupedLinear
 from parallel_setup import Factor, Parallel

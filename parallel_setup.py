@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from facts.exits import InputError
 from hardware import device as devices
-from inputs.files import MOST_RANKS, InputError, one_line, print_every_letter, shown, variable
+from inputs.files import MOST_RANKS, one_line, print_every_letter, shown, variable
 from inputs.rules import Side
 from knobs import Config, ParallelConfig
 

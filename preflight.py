@@ -27,9 +27,11 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from facts.devices import HARDWARE, three_digits
+from facts.exits import InputError
+from facts.root import ROOT
 from inputs import hf_config
 from inputs.config import command, command_line, resolve_config
-from inputs.files import MOST_RANKS, InputError, shown
+from inputs.files import MOST_RANKS, shown
 from inputs.rules import divisors, nearest
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
@@ -253,7 +255,7 @@ def answer(option: str, arguments: list[str]) -> int:
 
         return self_test.main(arguments)
     if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
-        paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH")  # which may hold the packages
+        paths = str(ROOT), os.environ.get("PYTHONPATH")  # which may hold the packages
         environment = os.environ | {
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from facts.engines import ENGINES
+from facts.exits import InputError
+from facts.root import ROOT
 from inputs.config import command
-from inputs.files import InputError, first_names
+from inputs.files import first_names
 from lab import comparisons, pages, records, show
 from lab.records import Record
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     import pandas
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-ROOT = Path(__file__).resolve().parent
 RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it wrote the records anew; from here on they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 

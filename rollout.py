@@ -19,7 +19,7 @@ import grpo
 from data_gsm8k import Question, Questions
 from engines.interface import Completion, Engine
 from facts.architectures import Architecture
-from inputs.config import derive_seed
+from facts.seeds import derive_seed
 from knobs import Config, RolloutConfig
 from model.packing import Packing
 from parallel_setup import Parallel

@@ -27,9 +27,11 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from pydantic import Field, NonNegativeInt
 
 from checks.planted_fault import named_faults
+from facts.exits import InputError
+from facts.root import ROOT
 from facts.variables import ON_CPU
 from inputs.config import command, config_hash, load_config
-from inputs.files import MOST_RANKS, InputError, one_line, read_file, read_object, read_text, shown, write_atomically
+from inputs.files import MOST_RANKS, one_line, read_file, read_object, read_text, shown, write_atomically
 from knobs import Config
 from lab.records import Part, planted_fault, validated
 from plan import whole_run
@@ -37,7 +39,6 @@ from plan.memory import GIB
 from runlog.run_record import lock_file, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
-ROOT = Path(__file__).resolve().parent
 
 
 class Variant(Part):

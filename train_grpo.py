@@ -22,8 +22,9 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import grpo
 import parallel_setup
+from facts.seeds import derive_seed
 from inputs import functions
-from inputs.config import derive_seed, is_due
+from inputs.config import is_due
 from run import command
 from run.opening import Run
 

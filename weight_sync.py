@@ -17,15 +17,15 @@ import aqn
 from engines import vllm_colocated
 from engines.interface import Completion, Engine, Stack, TensorStream
 from facts.architectures import modules
+from facts.exits import InputError, Tripped
 from hardware import device as devices
-from inputs.files import InputError
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
 from model import megatron_model
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel
 from plan import grid, parameters
-from run.tripwires import Tripped, largest_gap
+from run.tripwires import largest_gap
 from weights import adapter_weights, huggingface
 from weights.policy import Policy
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import Config
 from runlog.run_record import cpu_name, git_state
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import bench_cases as cases
 import pandas as pd
 
+from facts.exits import InputError
 from facts.variables import ON_CPU
-from inputs.files import InputError
 
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1

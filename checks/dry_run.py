@@ -37,11 +37,12 @@ from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, PHASES, WITHIN, DryRun, as_json, as_text, compare
 from engines.interface import Stack
 from facts.architectures import Architecture, layers
+from facts.exits import InputError
 from hardware import device as devices
 from hardware import kernels
 from inputs import hf_config
 from inputs.config import command_line, resolve_config
-from inputs.files import BAD_INPUT, MOST_RANKS, InputError, refused, shown
+from inputs.files import BAD_INPUT, MOST_RANKS, refused, shown
 from inputs.rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update

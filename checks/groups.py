@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import launched
+from facts.exits import InputError
 from hardware import device as devices
-from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel, launched_rank
 from run.sampling_ranks import Bridge

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from checks import launched
 from facts.architectures import Architecture
+from facts.seeds import derive_seed
 from hardware import device as devices
 from hardware import kernels, quantisation
 from hardware.quantisation import Packed
 from inputs import hf_config
-from inputs.config import derive_seed
 from inputs.rules import check_layout
 from knobs import Config
 from model import packing

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import parallel_setup
+from facts.exits import InputError, Tripped
 from inputs import config
-from inputs.files import InputError, one_line
+from inputs.files import one_line
 from inputs.rules import side_of
 from knobs import Config
-from run.tripwires import Tripped
 
 
 class Answer(NamedTuple):

@@ -29,10 +29,11 @@ from checks import launched, sampling_check
 from data_gsm8k import Question
 from engines.interface import Engine
 from facts.architectures import Architecture
+from facts.exits import InputError
+from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
-from inputs.config import derive_seed
-from inputs.files import InputError, refuse_used
+from inputs.files import refuse_used
 from inputs.rules import check_sides
 from knobs import Config
 from learner import Learner

@@ -21,8 +21,10 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inputs.config import command, derive_seed
-from inputs.files import InputError, shown
+from facts.exits import InputError
+from facts.seeds import derive_seed
+from inputs.config import command
+from inputs.files import shown
 
 Function = Callable[..., Any]
 

@@ -13,12 +13,11 @@ docs/checks.md says what the tests find, and how to see more of a failure.
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
+from facts.exits import InputError
+from facts.root import ROOT
 from inputs.config import command, command_line, resolve_config
-from inputs.files import InputError
 
-ROOT = Path(__file__).parents[1]
 OPTIONS = "-m device -p no:xdist -p no:cacheprovider -W default --disable-warnings --quiet --no-header".split()
 OPTIONS += ["--tb=no", "-rfE", "--capture=sys"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from facts.architectures import Architecture
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import LoraConfig
 
 Result = TypeVar("Result")

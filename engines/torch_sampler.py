@@ -16,9 +16,9 @@ from engines.interface import Completion, Engine, SamplingParams, Stack, fault_o
 from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
 from facts.architectures import Architecture, layers
+from facts.exits import InputError
 from hardware.device import DTYPES
 from inputs.capacity import MOST_SEQUENCES
-from inputs.files import InputError
 from knobs import Config, LoraConfig
 
 

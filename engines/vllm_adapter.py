@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.interface import check_factors
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import LoraConfig
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can make room for

@@ -13,7 +13,7 @@ import torch
 
 from facts import variables
 from facts.architectures import Architecture
-from inputs.files import InputError
+from facts.exits import InputError
 
 CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a function that does nothing

@@ -24,7 +24,7 @@ from torch import Tensor
 from engines import vllm_inside
 from engines.vllm_engine import VllmEngine
 from facts.architectures import Architecture
-from inputs.files import InputError
+from facts.exits import InputError
 from parallel_setup import Parallel
 from weights import huggingface
 from weights.huggingface import Slot

@@ -37,8 +37,8 @@ from engines.interface import (
 from facts import variables
 from facts.architectures import Architecture, tensor_shapes
 from facts.engines import ENGINES, whole_experts
+from facts.exits import InputError
 from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
-from inputs.files import InputError
 from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
 from weights import huggingface

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engines.drawing import pick
 from engines.interface import Stack
-from inputs.files import InputError
+from facts.exits import InputError
 
 LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 

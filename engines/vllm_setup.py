@@ -10,9 +10,9 @@ from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
 from facts import engines
 from facts.architectures import Architecture
+from facts.exits import InputError
 from hardware import device as devices
 from inputs import capacity
-from inputs.files import InputError
 from inputs.rules import layout_sizes, sampler_problems
 from knobs import Config
 

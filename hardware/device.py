@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from facts import variables
+from facts.exits import InputError
 from hardware import kernels
-from inputs.files import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend

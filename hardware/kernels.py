@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from facts.limits import PIECE
 from hardware.quantisation import Packed
-from inputs.hf_config import PIECE
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inputs.files import InputError
-from inputs.hf_config import INT4_GROUP
+from facts.exits import InputError
+from facts.limits import INT4_GROUP
 
 WORD = 8  # codes in one int32, the first one in the lowest bits
 ALIGNED = 64  # rows or columns: whole groups, and addresses that matrix products take

@@ -4,7 +4,7 @@ The plan and rollout.open_engine ask the same functions, so an engine takes as m
 """
 
 from facts.architectures import Architecture
-from inputs.hf_config import ELEMENT_BYTES, cache_bytes_per_token, cache_mib
+from facts.limits import ELEMENT_BYTES, cache_bytes_per_token, cache_mib
 from knobs import Config
 
 PREFILL_TOKENS = 8192  # prompt tokens that vLLM computes at once; this limits the activations

@@ -22,10 +22,11 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 from pydantic import ValidationError
 
-from inputs.files import BAD_INPUT, InputError, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
+from facts.checks import CHECKS
+from facts.exits import InputError
+from inputs.files import BAD_INPUT, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, other_values, problems
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
-from run.tripwires import CHECKS
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -374,14 +375,6 @@ def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list
         source = "command line" if key in given else "file" if key in named else "default"
         lines.append(f"{line:40}  # {source}" if key in leaves and name else line)
     return lines
-
-
-# --------------------------------------------------------------------------------------------------------- random draws
-
-
-def derive_seed(*key: int | str) -> int:
-    """A 63-bit seed from ``key``: the same on every machine and Python, unlike hash()."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from facts.exits import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,13 +26,6 @@ MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so man
 LONGEST_MESSAGE = 1000  # characters
 # How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
 POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/annex/objects/")
-
-
-class InputError(ValueError):
-    """Something the user gave (configuration, data, weights, checkpoint, layout) cannot be used.
-
-    The message is one line: where, what was found, what is needed.
-    """
 
 
 BAD_INPUT = (InputError, OSError, UnicodeError)  # the main function of a command passes these to `refused`

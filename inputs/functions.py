@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from inputs.files import InputError, one_line, read_text
+from facts.exits import InputError
+from inputs.files import one_line, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor

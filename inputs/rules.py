@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from facts.architectures import Architecture
 from facts.engines import ENGINES
-from inputs.files import InputError, shown
-from inputs.hf_config import ELEMENT_BYTES, cache_mib, int4_problem
+from facts.exits import InputError
+from facts.limits import ELEMENT_BYTES, cache_mib, int4_problem
+from inputs.files import shown
 from knobs import GENERATED, Config
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import ConfigDict
 
-from inputs.files import InputError, read_file
+from facts.exits import InputError
+from inputs.files import read_file
 from lab.records import Part, validated
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inputs.files import InputError, first_three, read_text, write_atomically
+from facts.exits import InputError
+from inputs.files import first_three, read_text, write_atomically
 from lab import comparisons, records
 from lab.comparisons import Comparison, Entry, Finding, Plan
 

@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from facts.exits import InputError
 from inputs.config import MAY_CHANGE, flatten
-from inputs.files import (
-    InputError,
-    first_names,
-    read_file,
-    read_object,
-    read_text,
-    shown,
-    whole_folder,
-    write_atomically,
-)
+from inputs.files import first_names, read_file, read_object, read_text, shown, whole_folder, write_atomically
 from runlog.run_record import checksums, read_lines, variant_name
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ They are those of completions.jsonl in the run's folder; train.completions_logge
 
 from pathlib import Path
 
-from inputs.files import InputError, printable
+from facts.exits import InputError
+from inputs.files import printable
 from runlog.run_record import read_lines
 
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from facts.architectures import Architecture
+from facts.limits import ROWS_PER_CHUNK, logits_per_chunk
 from hardware import device as devices
 from hardware import kernels
 from hardware import quantisation as quantised
 from hardware.quantisation import Packed
-from inputs.hf_config import ROWS_PER_CHUNK, logits_per_chunk
 from knobs import ModelConfig
 from model.packing import CausalAttention, Packing
 from parallel_setup import Parallel

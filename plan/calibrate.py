@@ -11,7 +11,7 @@ import math
 import statistics
 from pathlib import Path
 
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import Config
 from plan.search import Setting, judge
 from runlog.run_record import read_lines

@@ -27,9 +27,10 @@ from operator import not_
 from pathlib import Path
 
 from facts import variables
+from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import command, command_line, load_config
-from inputs.files import MOST_RANKS, InputError, first_three, variable
+from inputs.files import MOST_RANKS, first_three, variable
 from knobs import Config
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes

@@ -12,13 +12,8 @@ an element.
 from dataclasses import dataclass
 
 from facts.architectures import Architecture, modules
+from facts.limits import ELEMENT_BYTES, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
 from inputs.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
-from inputs.hf_config import (
-    ELEMENT_BYTES,
-    ROWS_PER_CHUNK,
-    cache_bytes_per_token,
-    logits_per_chunk,
-)
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.parameters import (

@@ -5,7 +5,7 @@ import math
 
 from facts.architectures import Architecture, Module, every_module, modules, over_layers
 from facts.engines import whole_experts
-from inputs.hf_config import PIECE, int4_bytes, merged_together
+from facts.limits import PIECE, int4_bytes, merged_together
 from knobs import Config, LoraConfig
 from plan import grid
 from plan.grid import RankGrid

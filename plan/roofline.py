@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from facts.architectures import Architecture, Module, over_layers
 from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
-from inputs.hf_config import ELEMENT_BYTES
+from facts.limits import ELEMENT_BYTES
 from knobs import Config, LoraConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory

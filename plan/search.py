@@ -16,8 +16,9 @@ from pathlib import Path
 
 from facts.architectures import Architecture
 from facts.devices import Hardware
+from facts.exits import InputError
+from facts.root import ROOT
 from inputs.capacity import cache_mib_per_row
-from inputs.files import InputError
 from inputs.rules import Side, divisors, layout_sizes, sampler_problems, side_problems, sides, trainer_problems
 from knobs import Config
 from plan import grid, roofline
@@ -332,7 +333,7 @@ def overrides(verdict: Verdict, asked: Config) -> list[str]:
 def scripts(config: Path, device: str) -> dict[int, str]:
     """Number of ranks -> the run script that starts so many on one node with this configuration file."""
     found = {}
-    for path in Path(__file__).parents[1].glob("run_*.sh"):
+    for path in ROOT.glob("run_*.sh"):
         head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) NODES=1 RANKS_PER_NODE=(\d+)", path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from facts.architectures import Architecture
 from facts.devices import HARDWARE, three_digits
+from facts.exits import InputError
 from inputs import hf_config
-from inputs.files import InputError
 from knobs import Config
 from plan import grid
 from plan.memory import GIB

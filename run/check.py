@@ -21,10 +21,10 @@ import rollout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
 from facts.architectures import Architecture
+from facts.exits import InputError
 from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_yaml
-from inputs.files import InputError
 from inputs.rules import check_sides, sides
 from knobs import Config
 from parallel_setup import launched_rank, launched_world_size

@@ -5,15 +5,14 @@ import traceback
 from collections.abc import Callable
 
 import parallel_setup
-from aqn import AqnError
+from facts.exits import AqnError, InputError, Tripped
 from inputs.config import command_line, resolve_config
-from inputs.files import MOST_RANKS, InputError, one_line
+from inputs.files import MOST_RANKS, one_line
 from knobs import Config
 from plan import doctor
 from run import check, opening, sampling_ranks
 from run.opening import Run
 from run.sampling_ranks import Bridge
-from run.tripwires import Tripped
 from runlog import log as runlog
 from runlog import trackers
 from runlog.log import Heartbeat, RunLog

@@ -23,8 +23,8 @@ from torch import Tensor
 import lora_megatron
 import parallel_setup
 from engines.interface import Completion
+from facts.exits import InputError, Tripped
 from inputs.config import is_due
-from inputs.files import InputError
 from inputs.rules import Side, side_of
 from knobs import Config
 from learner import Learner
@@ -32,7 +32,7 @@ from parallel_setup import Parallel, launched_rank, launched_world_size
 from rollout import Sampled
 from run.check import Inputs, texts
 from run.sampler import Evaluation, Pushed, Sampler
-from run.tripwires import Tripped, Tripwires
+from run.tripwires import Tripwires
 from runlog.log import Heartbeat, StepTimer
 from weights import adapter_weights
 from weights.policy import Policy

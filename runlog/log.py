@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
+from facts.exits import InputError
 from inputs.config import config_hash
-from inputs.files import InputError, disk_errors, fsync_path, read_object, write_atomically
+from inputs.files import disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 from runlog.trackers import Trackers

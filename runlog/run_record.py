@@ -26,18 +26,12 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
+from facts.exits import InputError
+from facts.root import ROOT
 from inputs import functions
 from inputs.config import to_yaml
-from inputs.files import (
-    InputError,
-    opened,
-    read_bytes,
-    read_object,
-    variable,
-    write_atomically,
-)
-from inputs.paths import listed
-from knobs import Config
+from inputs.files import opened, read_bytes, read_object, variable, write_atomically
+from knobs import Config, listed
 from tasks.scoring import usable_cores
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
@@ -177,7 +171,7 @@ def variant_name(name: str) -> str:
 def git(*arguments: str, folder: Path | None = None) -> bytes:
     """The output of git in ``folder`` (None: that of the source); empty without git, a repository or a commit."""
     # In a container, a mounted repository often has another owner, and git would refuse it.
-    command = ["git", "-c", "safe.directory=*", "-C", str(folder or Path(__file__).resolve().parent), *arguments]
+    command = ["git", "-c", "safe.directory=*", "-C", str(folder or ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -332,8 +326,8 @@ def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[],
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         launcher = ["torchrun", f"--nnodes={world_size // processes}", f"--nproc_per_node={processes}"]
-    script, checkout = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
-    script = script.relative_to(checkout) if script.is_relative_to(checkout) else Path(script.name)
+    script = Path(sys.argv[0]).resolve()
+    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),

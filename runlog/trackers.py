@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from inputs.files import InputError
+from facts.exits import InputError
 from runlog.run_record import SECRETS
 
 FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; those of the training come first

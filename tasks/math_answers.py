@@ -10,7 +10,7 @@ words around one number where the gold answer is a number, and several boxes wit
 import logging
 import re
 
-from inputs.files import InputError
+from facts.exits import InputError
 from reward_gsm8k import NUMBER, Box, boxes
 
 try:

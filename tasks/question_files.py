@@ -15,8 +15,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from inputs.files import InputError, one_line, read_bytes, shown
-from inputs.paths import Paths, listed
+from facts.exits import InputError
+from inputs.files import one_line, read_bytes, shown
+from knobs import Paths, listed
 from reward_gsm8k import gold_answer
 
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens and UTF-8 cannot hold them

@@ -25,15 +25,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import reward_gsm8k
-from inputs.files import InputError, variable
+from facts.exits import InputError
+from facts.root import ROOT
+from inputs.files import variable
 from inputs.functions import load
 
 if TYPE_CHECKING:
     from knobs import RewardConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
-START = "import sys; sys.path.insert(0, sys.argv[1]); from inputs.scoring import serve; serve(*sys.argv[2:])"
+START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
 START_SECONDS = 120  # to import the file, which may import a large package
 MOST = 8  # workers of a rank
 NEEDED = "needed: a number, or (number, answer found, correct), both of these bool"

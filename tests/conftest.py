@@ -45,7 +45,7 @@ def choose_device(name: str, ranks: int | None) -> None:
     """Run the layouts of the launched ranks, or on a CPU of ``ranks`` forked ones, in all tiers."""
     import world
 
-    from inputs.files import InputError
+    from facts.exits import InputError
 
     try:
         world.start(name)

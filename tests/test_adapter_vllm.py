@@ -31,10 +31,10 @@ from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from facts.architectures import tensor_shapes
+from facts.exits import InputError
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.files import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from run import check

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import aqn
-from aqn import AqnError, norm_targets
+from aqn import norm_targets
 from facts.architectures import Architecture, tensor_shapes
+from facts.exits import AqnError, InputError
+from facts.seeds import derive_seed
 from inputs import hf_config
-from inputs.config import derive_seed
-from inputs.files import InputError
 
 SIGMAS = (0.01, 0.00316, 0.001)
 EVERY_NORM = ("attention", "experts", "mlp")

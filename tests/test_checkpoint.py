@@ -13,8 +13,8 @@ from pytest import MonkeyPatch
 from safetensors import SafetensorError
 from saved import config_in, is_whole, names, opened, saved, tensors_of
 
+from facts.exits import InputError
 from inputs.config import changes_at_resume, to_dict
-from inputs.files import InputError
 from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig
 from runlog import log as runlog
 from weights import checkpoint

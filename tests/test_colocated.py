@@ -32,10 +32,10 @@ import parallel_setup
 import rollout
 from engines import vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
 from facts import variables
+from facts.exits import InputError
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.files import InputError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 RANKS, TENSOR, DATA = 16, 4, 4

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 from source import ROOT
 
-from inputs.files import InputError
+from facts.exits import InputError
 from lab import comparisons
 from lab.comparisons import Effect, Entry, Family, Plan
 

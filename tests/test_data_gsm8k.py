@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 import data_gsm8k
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import DataConfig
 from tasks import question_files
 from tasks.question_files import Row

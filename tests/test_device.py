@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from facts.exits import InputError
 from hardware import device as devices
 from hardware import kernels
-from inputs.files import InputError
 
 ROOT = Path(__file__).parents[1]
 

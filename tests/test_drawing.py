@@ -22,7 +22,7 @@ from engines import torch_sampler, vllm_inside
 from engines.drawing import inverse_cdf, pick, uniforms_of
 from engines.interface import Completion, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
-from inputs.files import InputError
+from facts.exits import InputError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 VOCABULARY = 40

@@ -19,7 +19,7 @@ from vllm_ranks import PROMPTS, SEEDS, perturbed
 
 from engines.torch_sampler import TorchSampler
 from engines.vllm_engine import VllmEngine
-from inputs.files import InputError
+from facts.exits import InputError
 from weights.huggingface import fused_group
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process

@@ -21,11 +21,10 @@ from source import ROOT
 from tiers import ci
 from training import raised, raised_each
 
-from aqn import AqnError
+from facts.checks import CHECKS
+from facts.exits import AqnError, InputError, Tripped
 from inputs.config import load_config
-from inputs.files import InputError
 from knobs import ChecksConfig, Config
-from run.tripwires import CHECKS, Tripped
 
 
 class Row(NamedTuple):

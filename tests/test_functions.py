@@ -18,9 +18,9 @@ from saved import config_in
 
 import data_gsm8k
 import grpo
+from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
-from inputs.files import InputError
 from knobs import Config, RewardConfig
 from run import check
 from runlog import run_record

@@ -10,8 +10,8 @@ import pytest
 from published import QWEN3_30B_A3B, QWEN15_MOE
 
 from facts.architectures import Architecture, tensor_shapes
+from facts.exits import InputError
 from inputs import hf_config
-from inputs.files import InputError
 
 REAL = {"Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624), "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14_315_784_192)}
 

@@ -10,9 +10,9 @@ import pytest
 from breaking import failing_read
 
 from data_gsm8k import load_tokenizer
+from facts.exits import InputError
 from inputs import files as input_files
 from inputs import hf_config
-from inputs.files import InputError
 from runlog import run_record
 from tasks import question_files
 

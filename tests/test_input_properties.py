@@ -19,9 +19,10 @@ from pyarrow import parquet
 from tiers import asked, nightly
 
 from facts.architectures import Architecture
+from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config, to_yaml
-from inputs.files import InputError, one_line
+from inputs.files import one_line
 from knobs import Config
 from tasks import question_files
 

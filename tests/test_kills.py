@@ -24,8 +24,8 @@ from saved import config_in, is_whole, names, opened, saved, tensors_of
 from tiers import ci
 from training import config, make_model
 
+from facts.exits import InputError
 from inputs.config import to_yaml
-from inputs.files import InputError
 from knobs import Config
 from runlog import log as runlog
 from weights import checkpoint

@@ -23,9 +23,9 @@ from tiers import asked, nightly
 
 import rollout
 from checks import layers_check, sampling_check
+from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config, to_yaml
-from inputs.files import InputError
 from parallel_setup import Parallel
 
 SIZES = {

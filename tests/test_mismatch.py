@@ -16,8 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from planted_fault import named_faults
 
-from inputs.files import InputError
-from run.tripwires import Tripped
+from facts.exits import InputError, Tripped
 
 pytestmark = pytest.mark.nightly
 # The policy does not change, so all evaluations must be those of the clean run.

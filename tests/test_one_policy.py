@@ -28,11 +28,11 @@ from torch import Tensor
 import export
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
+from facts.exits import InputError
 from hardware import kernels
 from hardware.device import DTYPES
 from inputs import hf_config
 from inputs.config import to_yaml
-from inputs.files import InputError
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel

@@ -30,7 +30,7 @@ from planted_fault import named_faults
 
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
-from inputs.files import InputError
+from facts.exits import InputError
 from lab import curves, records
 from parallel_setup import Parallel
 from weights import huggingface

@@ -14,8 +14,8 @@ from collections import Counter
 import pytest
 
 import data_gsm8k
+from facts.exits import InputError
 from inputs.config import load_config
-from inputs.files import InputError
 from weights import tiny_model
 
 MANY = (1, 3)

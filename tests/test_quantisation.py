@@ -18,10 +18,11 @@ from torch import Tensor
 
 import export
 import lora_megatron
+from facts import limits
+from facts.exits import InputError
+from facts.limits import INT4_GROUP
 from hardware import kernels, quantisation
 from inputs import hf_config, rules
-from inputs.files import InputError
-from inputs.hf_config import INT4_GROUP
 from parallel_setup import Parallel
 from weights import adapter_weights, huggingface
 
@@ -98,7 +99,7 @@ def loads(parallel: Parallel, path: Path) -> None:
 def test_storage_has_the_bytes_that_the_plan_counts() -> None:
     stored = quantisation.empty((4, 256, 128), dtype=torch.bfloat16)
     bytes_ = stored.codes.nbytes + stored.scales.nbytes
-    assert bytes_ == 4 * hf_config.int4_bytes(256, 128, element=2)
+    assert bytes_ == 4 * limits.int4_bytes(256, 128, element=2)
     assert bytes_ < 0.29 * 4 * 256 * 128 * 2
 
 

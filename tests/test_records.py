@@ -13,7 +13,7 @@ import recorded
 from recorded import replaced
 from source import ROOT
 
-from inputs.files import InputError
+from facts.exits import InputError
 from lab import records
 from runlog.run_record import read_lines
 

@@ -17,7 +17,7 @@ from recorded import commit, git, replaced
 from source import ROOT
 
 import report
-from inputs.files import InputError
+from facts.exits import InputError
 from lab import comparisons, pages, records
 
 TEXT = f"# A page\n\nWritten by people.\n\n{pages.BEGIN}\n\n{pages.END}\n\nAlso by people.\n"

@@ -19,10 +19,10 @@ import rollout
 from data_gsm8k import Question, Questions
 from engines import vllm_engine
 from engines.interface import Completion
+from facts.exits import InputError
+from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
-from inputs.config import derive_seed
-from inputs.files import InputError
 from knobs import Config
 from rollout import Rollout
 from tasks.scoring import Score

@@ -17,7 +17,7 @@ from vllm_ranks import PROMPTS, SEEDS
 from engines import torch_decoder
 from engines.drawing import inverse_cdf
 from engines.torch_sampler import TorchSampler
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import LoraConfig
 
 LORA = LoraConfig(targets=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], rank=4, alpha=8.0)

@@ -33,10 +33,10 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 from engines import vllm_engine, vllm_inside, vllm_setup
 from engines.vllm_engine import VllmEngine
 from facts import variables
+from facts.exits import InputError
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.files import InputError
 from weights.huggingface import fused_group
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from refused import refusal
 
+from facts.exits import InputError
 from inputs import config, hf_config
 from inputs.config import load_config, resolve_config
-from inputs.files import InputError
 from inputs.rules import check_layout
 
 ROOT = Path(__file__).resolve().parent.parent

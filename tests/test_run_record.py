@@ -17,7 +17,8 @@ from pytest import MonkeyPatch
 from recorded import commit, git
 from saved import config_in
 
-from inputs.files import InputError, write_atomically
+from facts.exits import InputError
+from inputs.files import write_atomically
 from knobs import Config
 from runlog import run_record
 
@@ -59,7 +60,7 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
     source, record = tmp_path / "source", tmp_path / "record"
     source.mkdir()
     record.mkdir()
-    monkeypatch.setattr(run_record, "__file__", str(source / "runlog/run_record.py"))
+    monkeypatch.setattr(run_record, "ROOT", source)
     (source / "old.py").write_text("a = 1\n")
     git(source, "init", "-q")
     head = commit(source)
@@ -81,7 +82,7 @@ def test_git_patch_holds_the_changes_and_untracked_sources(tmp_path: Path, monke
 
 
 def test_a_start_without_a_commit_says_so(tmp_path: Path, monkeypatch: MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(run_record, "__file__", str(tmp_path / "runlog/run_record.py"))
+    monkeypatch.setattr(run_record, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     run_record.write_records(tmp_path, config_in(tmp_path), 1)
     assert json.loads((tmp_path / "git.json").read_text()) == {"commit": None, "dirty": None}

@@ -27,8 +27,8 @@ from refused import refusal
 from tiers import ci, nightly
 
 import rollout
+from facts.exits import InputError
 from inputs.config import to_yaml
-from inputs.files import InputError
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel

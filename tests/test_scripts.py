@@ -20,9 +20,9 @@ import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
 from tiers import ci
 
+from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.files import InputError
 from inputs.rules import check_layout, sides
 
 ROOT = Path(__file__).parents[1]

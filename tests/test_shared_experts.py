@@ -25,11 +25,11 @@ import lora_megatron
 from engines import vllm_inside
 from engines.interface import Stack
 from engines.torch_sampler import TorchSampler
+from facts.exits import Tripped
 from hardware.device import DTYPES
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel
-from run.tripwires import Tripped
 from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy

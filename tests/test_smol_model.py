@@ -18,8 +18,8 @@ from tiers import asked, nightly
 
 import data_gsm8k
 from engines.torch_sampler import TorchSampler
+from facts.exits import InputError
 from inputs import hf_config
-from inputs.files import InputError
 from tasks import question_files
 from weights import huggingface, smol_model
 

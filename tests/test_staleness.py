@@ -11,9 +11,8 @@ import torch
 import training
 from refused import refusal
 
-from inputs.files import InputError
+from facts.exits import InputError, Tripped
 from learner import Learner
-from run.tripwires import Tripped
 
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.yaml"
 STALE = {"loss__importance": "token", "train__steps": 4, "train__completions_logged": 4, "train__keep_last": 9}

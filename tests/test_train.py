@@ -25,7 +25,7 @@ import data_gsm8k
 import grpo
 import learner
 from engines.interface import Completion
-from inputs.files import InputError
+from facts.exits import InputError
 from run import check, opening
 from tasks.scoring import Scorer
 from weights import huggingface

@@ -18,11 +18,12 @@ from source import ROOT
 from tiers import asked, ci, nightly
 from training import raised
 
+from facts.checks import CHECKS
+from facts.exits import InputError, Tripped
 from inputs.config import load_config, to_yaml
-from inputs.files import InputError
 from knobs import ChecksConfig
 from lab import curves, records
-from run.tripwires import CHECKS, Tripped, Tripwires, cannot_judge
+from run.tripwires import Tripwires, cannot_judge
 from runlog import log as runlog
 
 # Answers of a random model are often longer than 4 tokens.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import aqn
 from engines.torch_sampler import TorchSampler
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import Config
 from parallel_setup import Parallel
 from weight_sync import Push

@@ -33,11 +33,10 @@ from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
 from facts.architectures import Architecture
+from facts.exits import InputError, Tripped
 from inputs import hf_config, rules
-from inputs.files import InputError
 from knobs import Config
 from parallel_setup import Parallel
-from run.tripwires import Tripped
 from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy

@@ -23,8 +23,8 @@ from tiers import asked, ci, nightly
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from facts.exits import InputError
 from inputs import hf_config
-from inputs.files import InputError
 from model import megatron_model
 from parallel_setup import Parallel
 from weights import huggingface

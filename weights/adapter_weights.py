@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lora_megatron
 from facts.architectures import Architecture, Module, every_module, layers
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel

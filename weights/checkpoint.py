@@ -19,16 +19,9 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 
+from facts.exits import InputError
 from inputs.config import changes_at_resume, config_hash, flatten, to_dict
-from inputs.files import (
-    InputError,
-    fsync_path,
-    one_line,
-    read_object,
-    read_tensors,
-    shown,
-    write_atomically,
-)
+from inputs.files import fsync_path, one_line, read_object, read_tensors, shown, write_atomically
 from knobs import Config
 from runlog.run_record import lock_run, sha256_file
 from weights.huggingface import save_file

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from facts.architectures import Architecture, modules, tensor_shapes
+from facts.exits import InputError
 from hardware.quantisation import Packed, quantise
-from inputs.files import InputError, first_three, read_object, read_tensors
+from inputs.files import first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel

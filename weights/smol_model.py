@@ -22,14 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
-sys.path.insert(0, __file__.rpartition("/")[0])
+# The root of the checkout is not on the path of a script in a folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
+from facts.exits import InputError
 from inputs.config import command
-from inputs.files import InputError, read_object, whole_folder
+from inputs.files import read_object, whole_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -26,9 +26,11 @@ import data_gsm8k
 import parallel_setup
 from data_gsm8k import Line, Problem
 from facts.architectures import Architecture, tensor_shapes
+from facts.exits import InputError
+from facts.seeds import derive_seed
 from inputs import hf_config
-from inputs.config import derive_seed, flatten
-from inputs.files import InputError, aside, disk_errors, read_object, whole_folder
+from inputs.config import flatten
+from inputs.files import aside, disk_errors, read_object, whole_folder
 from knobs import Config, ParallelConfig
 from model import megatron_model
 from parallel_setup import Parallel

@@ -25,7 +25,7 @@ from torch import Tensor
 from world import Place
 
 import lora_megatron
-from inputs.files import InputError
+from facts.exits import InputError
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from weights import adapter_weights, huggingface

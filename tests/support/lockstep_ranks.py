@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
+from facts.exits import InputError
 from inputs import hf_config
-from inputs.files import InputError
 
 # One pair for each call of sample: the prompt lengths of rank 0 and of rank 1.
 CALLS = [([3, 2], [2, 1]), ([2], []), ([], [1, 1, 3]), ([2, 2], [1])]

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
+from facts.exits import InputError  # noqa: E402
 from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.config import Config, load_config  # noqa: E402
-from inputs.files import InputError  # noqa: E402
 from inputs.rules import check_layout, sides  # noqa: E402
 from model import packing  # noqa: E402
 from plan import grid, memory  # noqa: E402

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from facts.exits import InputError
 from inputs.config import load_config
-from inputs.files import InputError
 
 
 def refusal(path: Path | str, *overrides: str) -> str:

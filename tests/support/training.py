@@ -20,13 +20,12 @@ import parallel_setup
 import reward_gsm8k
 import rollout
 import train_grpo
-from aqn import AqnError
-from inputs.files import InputError, read_tensors
+from facts.exits import AqnError, InputError, Tripped
+from inputs.files import read_tensors
 from knobs import Config
 from lab import curves
 from learner import Learner
 from run import check, opening
-from run.tripwires import Tripped
 from runlog import log, run_record
 from runlog.log import Heartbeat, RunLog
 from tasks.scoring import Scorer

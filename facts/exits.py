@@ -1,0 +1,22 @@
+"""The errors that end a command in a way of its own, and their exit codes; docs/checks.md says what to do."""
+
+STALLED = 4  # the exit code of a rank that stood still (runlog/progress.py); of an error without a row here: 1
+
+
+class InputError(ValueError):
+    """Something the user gave (configuration, data, weights, checkpoint, layout) cannot be used.
+
+    The message is one line: where, what was found, what is needed.
+    """
+
+    exit_code = 2
+
+
+class Tripped(RuntimeError):
+    """The run would be silently wrong. The message says what was found and what to look at."""
+
+    exit_code = 3
+
+
+class AqnError(Tripped):
+    """The noise is not what was asked for."""

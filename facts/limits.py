@@ -1,0 +1,47 @@
+"""What trainer and sampler hold at a time. They keep to it, and the plan counts with it."""
+
+from facts.architectures import Architecture
+
+ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
+PIECE = 2**26  # bytes of dequantised experts
+INT4_GROUP = 32  # neighbours along the input of a matrix that share a scale in int4
+STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
+CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
+
+
+def logits_per_chunk(device: str) -> int:
+    """How many fp32 logits exist at a time on a type of device, for any batch.
+
+    An accelerator reads the whole head again for each chunk, so few large ones are faster.
+    """
+    return 2**24 if device == "cpu" else 2**26
+
+
+def int4_bytes(out: int, inputs: int, element: int) -> int:
+    """Bytes of a matrix in int4 (hardware/quantisation.py) of a model whose numbers have ``element`` bytes."""
+    return out * inputs // 2 + out * inputs // INT4_GROUP * element
+
+
+def int4_problem(arch: Architecture) -> str:
+    """Why int4 cannot hold the experts of ``arch``; "" if it can."""
+    for what, inputs in {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}.items():
+        if inputs % INT4_GROUP:
+            return f"model.quantisation: int4 with {what} {inputs}; needed: a multiple of {INT4_GROUP}"
+    return ""
+
+
+def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
+    """MiB of the cache on one of ``tensor`` ranks that a row of ``longest`` tokens needs, in whole blocks."""
+    blocks = -(-longest // CACHE_BLOCK) + 1
+    return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
+
+
+def merged_together(matrix: int) -> int:
+    """Experts whose matrices, of so many elements each, are merged at once: as many as STACK holds, but one or more."""
+    return max(1, STACK // matrix)
+
+
+def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
+    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
+    return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element
