@@ -24,6 +24,7 @@ import parallel_setup
 import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
+from engines import opening
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
 from facts.exits import InputError
@@ -200,7 +201,7 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     prompt = data_gsm8k.prompt_ids([("user", question)], tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data, []))
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
-    engine = rollout.open_engine(
+    engine = opening.open_engine(
         cfg.model_copy(update={"rollout": embedded}),
         arch,
         torch.device("cpu"),
@@ -250,7 +251,7 @@ def measure(cfg: Config) -> dict:
             read[f"the questions of eval.sets.{name}" if name else "the held-out questions"] = part.as_read()
         parallel_setup.refuse_unequal(read)
         parallel = parallel_setup.open_layout(alone, device)
-        engine = rollout.open_engine(cfg, arch, device, stop_tokens, pad_token)
+        engine = opening.open_engine(cfg, arch, device, stop_tokens, pad_token)
         base, model, dtype = huggingface.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(
             (name, quantisation.frozen(base, name, dtype, model.quantisation)) for name in tensor_shapes(arch)

@@ -1,6 +1,6 @@
 """Every knob of a run: its type, its default, its bounds, and one sentence that says what it does.
 
-inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank. Imports no torch.
+inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from facts.architectures import FamilyName
+from facts.checks import LOGP_GAP_FP32
 from facts.engines import ENGINES, EngineName, Kind
 
 
@@ -236,7 +237,7 @@ class OptimConfig(Section):
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm over all ranks", gt=0, le=1e30)
     prompts_per_update: int = knob(32, "prompts of one optimizer step; divides prompts_per_step", ge=1, le=10**6)
     tokens_per_micro_batch: int = knob(
-        8192, "most tokens of one forward pass on a rank, padding included; rollout.plan counts packed rows",
+        8192, "most tokens of one forward pass on a rank, padding included; batches.plan counts packed rows",
         ge=1, le=2**24,
     )  # fmt: skip
 
@@ -339,6 +340,11 @@ class Config(Section):
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def largest_gap(self) -> float:
+        """The bound of the check logp_gap, nats a token."""
+        return self.checks.logp_gap_bf16 if self.model.dtype == "bf16" else LOGP_GAP_FP32
 
     @property
     def keeps_factors_apart(self) -> bool:

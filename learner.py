@@ -19,16 +19,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 import grpo
-import rollout
 from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from inputs import functions
 from inputs.files import first_three, shown
 from knobs import Config, OptimConfig
 from lora_megatron import whole_shape
-from model import packing, routing_replay
+from model import batches, packing, routing_replay
+from model.batches import MicroBatch, Rollout
 from model.routing_replay import RouterLoad, RoutingReplay
-from rollout import MicroBatch, Rollout
 from runlog.log import StepTimer
 from weights import adapter_weights
 from weights.adapter_weights import checksums
@@ -169,7 +168,7 @@ class Learner:
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
-        shares = rollout.plan(
+        shares = batches.plan(
             lengths,
             parallel.data,
             cfg.optim.tokens_per_micro_batch,
@@ -180,10 +179,11 @@ class Learner:
         shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":
-            routes = routing_replay.collect(batch, completions, shares, self.arch, parallel)
+            own_routes = [[one.routed_experts for one in group] for group in completions]
+            routes = routing_replay.collect(batch, own_routes, shares, self.arch, parallel)
         micro_batches = []
         for share in shares:
-            micro = rollout.pack(
+            micro = batches.pack(
                 batch, share[parallel.data_rank], advantages, parallel.device, self.pad_token, parallel.tensor, routes
             )
             self._pack_rows(micro)

@@ -128,7 +128,7 @@ def start_device(cfg: Config) -> torch.device:
 def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
     """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
 
-    This is the only place that selects a device; hardware/device.py explains the order. open_layout comes next. After an
+    Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an
     exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
     """
     torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
@@ -210,7 +210,7 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 
 @contextlib.contextmanager
 def _groups_on(device: torch.device) -> Iterator[None]:
-    """A context in which Megatron makes its groups on the backend of ``device``, with the options of hardware/device.py."""
+    """A context in which Megatron makes its groups on the backend of ``device``, with its options."""
     from megatron.core import parallel_state
 
     create, options = parallel_state.create_group, parallel_state.get_nccl_options
@@ -353,6 +353,15 @@ class Parallel:
         if parameter.is_expert:
             return self.expert_data
         return self.data if parameter.shard_dim is not None else self.data * self.tensor
+
+
+def gather(value: Tensor, size: int, group) -> Tensor:
+    """The ``value`` of every rank of ``group``, in rank order; of one rank a view. Collective. (...) -> (size, ...)"""
+    if size == 1:
+        return value[None]
+    out = value.new_empty((size, *value.shape))
+    dist.all_gather_into_tensor(out.flatten(0, 1), value.contiguous(), group=group)
+    return out
 
 
 def sum_gradients_(parameters: list[Factor], group: dist.ProcessGroup) -> None:

@@ -1,6 +1,7 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
+    python preflight.py CONFIG --values                                       every value, and where it comes from
     python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
     python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
@@ -30,8 +31,8 @@ from facts.devices import HARDWARE, three_digits
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs import hf_config
-from inputs.config import command, command_line, resolve_config
-from inputs.files import MOST_RANKS, shown
+from inputs.config import command, command_line, resolve_config, with_sources
+from inputs.files import MOST_RANKS, read_file, shown
 from inputs.rules import divisors, nearest
 from knobs import Config
 from plan import calibrate, grid, memory, roofline, whole_run
@@ -288,6 +289,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
     parser.add_argument("--calibrate", type=Path, metavar="TIMING", help="the timing.jsonl of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
+    parser.add_argument("--values", action="store_true", help="only print every value, and where it comes from")
     parser.add_argument("--where", action="store_true", help="only print what first_hour.sh must know of the run")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
@@ -315,6 +317,10 @@ def judge_layout(arguments: list[str]) -> int:
     """The exit code of the layout of CONFIG, which is printed with its memory and seconds."""
     args = parse(arguments)
     cfg, notes = resolve_config(args.config, args.overrides, layout=False)
+    if args.values:
+        print("".join(f"note: {note}\n" for note in notes), end="", file=sys.stderr)
+        print(with_sources(cfg, read_file(args.config), args.overrides))
+        return 0
     arch, source = hf_config.planned(cfg)
     if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
         raise InputError(

@@ -44,7 +44,7 @@ VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # pac
 
 
 def quoted(text: str) -> str:
-    """``text`` as one word of a shell, in which the shell replaces only the $HOME that runlog/run_record.py has written."""
+    """``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 

@@ -23,9 +23,8 @@ from knobs import Config
 from lora_megatron import LoRAGroupedLinear
 from model import megatron_model
 from model.megatron_model import GroupedLinear
-from parallel_setup import Parallel
+from parallel_setup import Parallel, gather
 from plan import grid, parameters
-from run.tripwires import largest_gap
 from weights import adapter_weights, huggingface
 from weights.policy import Policy
 
@@ -119,7 +118,7 @@ class Push:
         """The experts of the engine's stack from this rank's: the same ones, or those of all ranks. Collective."""
         if parameters.splits_as_trainer(grid.of(self.cfg, self.parallel.world_size)):
             return local
-        return huggingface.gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
+        return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
     def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see huggingface.export.
@@ -139,7 +138,7 @@ class Push:
         """
         if not self.cfg.checks.stops("logp_gap"):
             return
-        bound = largest_gap(self.cfg)
+        bound = self.cfg.largest_gap
         for push in ("the first push", "a second push of the same policy"):
             gap = self._gap(probe)
             if not gap <= bound:

@@ -1,7 +1,7 @@
 """What all benchmarks share: the model, the cases, the command line, and the file that holds the figures.
 
-The model is a tiny Qwen3-MoE with 1.9 M parameters, or SmolLM2-135M as a mixture of experts (weights/smol_model.py). A step
-samples 8 completions of 8 prompts (SmolLM2: of 4), all of the same length. The cases differ in the model, in the
+The model is a tiny Qwen3-MoE with 1.9 M parameters, or SmolLM2-135M as a mixture of experts (weights/smol_model.py). A
+step samples 8 completions of 8 prompts (SmolLM2: of 4), all of the same length. The cases differ in the model, in the
 trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
 This file adds the folder of the repository to sys.path, so the benchmarks import it before the files of the repository.
 """

@@ -23,11 +23,10 @@ import torch
 import data_gsm8k
 import export
 import reward_gsm8k
-import rollout
 import train_grpo
 from engines.torch_sampler import TorchSampler
 from learner import Learner
-from model import packing
+from model import batches, packing
 from run import check, command, opening
 from runlog import log
 from runlog.log import StepTimer
@@ -101,7 +100,7 @@ class Side:
         """Largest differences of log-probs (nats), and both losses, for the completions of ``theirs``."""
         learner, rows = self.learner, len(theirs["tokens"])
         width = len(theirs["tokens"][0])
-        batch = rollout.Rollout(
+        batch = batches.Rollout(
             prompts=theirs["prompts"],
             tokens=torch.tensor(theirs["tokens"]),
             logp=torch.zeros(rows, width),
@@ -111,7 +110,7 @@ class Side:
             parsable=torch.ones(1),
             correct=torch.ones(1),
         )
-        micro = rollout.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
+        micro = batches.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
         micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         with torch.no_grad():
             with learner.policy.reference():

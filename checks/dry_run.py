@@ -47,10 +47,10 @@ from inputs.rules import side_of, sides
 from knobs import Config
 from learner import Learner, Update
 from model import routing_replay
+from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
-from rollout import Rollout
 from runlog.log import StepTimer
 from weight_sync import Push
 from weights import huggingface

@@ -27,6 +27,7 @@ import lora_megatron
 import rollout
 from checks import launched, sampling_check
 from data_gsm8k import Question
+from engines import opening
 from engines.interface import Engine
 from facts.architectures import Architecture
 from facts.exits import InputError
@@ -37,9 +38,9 @@ from inputs.files import refuse_used
 from inputs.rules import check_sides
 from knobs import Config
 from learner import Learner
-from model import megatron_model, routing_replay
+from model import batches, megatron_model, routing_replay
 from parallel_setup import Parallel
-from run.tripwires import GAP_FLOOR, largest_gap, wrong_merge
+from run.tripwires import GAP_FLOOR, wrong_merge
 from tasks.scoring import Score
 from weight_sync import Push
 from weights import adapter_weights, huggingface, tiny_model
@@ -100,7 +101,7 @@ def enlarge_(policy: Policy, seed: int) -> None:
 
 def sample(
     engine: Engine, prompts: list[list[int]], cfg: Config, parallel: Parallel, group: int, tokens: int
-) -> rollout.Rollout:
+) -> batches.Rollout:
     """Completions of at most ``tokens`` tokens, ``group`` of each prompt by every replica. The same on every rank."""
     replicas = parallel.world_size // cfg.rollout.tensor
     return rollout.sample(
@@ -117,7 +118,7 @@ def sample(
 @torch.no_grad()
 def token_gaps(
     model: torch.nn.Module,
-    batch: rollout.Rollout,
+    batch: batches.Rollout,
     cfg: Config,
     parallel: Parallel,
     replay: routing_replay.RoutingReplay | None,
@@ -138,7 +139,7 @@ def token_gaps(
 
     for rows in torch.arange(len(batch.lengths)).split(at_once):
         no_advantages = torch.zeros(len(batch.lengths))
-        micro = rollout.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
+        micro = batches.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
         forward = functools.partial(
             megatron_model.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
         )
@@ -180,7 +181,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     model = policy.model
     learner = Learner(cfg, policy, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
-    engine = rollout.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
+    engine = opening.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
     push = Push(cfg, policy, engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
@@ -201,7 +202,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
         base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
-    bound, experts = largest_gap(cfg), []
+    bound, experts = cfg.largest_gap, []
     if replay is not None:
         torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
         experts = by_expert(gaps, mask, routes, arch)
@@ -300,7 +301,7 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
         torch.distributed.barrier()
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)})})
         arch = hf_config.read(folder)
-        rollout.check_engine(cfg, arch, parallel.world_size)
+        opening.check_engine(cfg, arch, parallel.world_size)
         figures = compare(cfg, arch, parallel)
     finally:
         if writes:

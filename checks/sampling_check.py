@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from model import megatron_model
+from model.batches import Rollout
 from parallel_setup import Parallel
-from rollout import Rollout
 
 # All bounds of p sum to FALSE_ALARM. It is not 1e-6, because the tail of a chi-square of counts is up to four times as
 # heavy as that of its distribution. Of the first tokens a tenth may differ, because kernels may round otherwise.

@@ -1,4 +1,4 @@
-"""A decoder of the models in facts/architectures.py in plain torch, for sampling. Weights have their Hugging Face names.
+"""A decoder of the models of facts/architectures.py in plain torch, to sample. Weights have their Hugging Face names.
 
 Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent;
 torch_cache.py holds their keys and values. There is no process group and no autograd.

@@ -1,1 +1,1 @@
-"""Tables: models, engines, devices, variables, limits, checks, exit codes, seeds. Imports nothing of the project and no torch."""
+"""Tables: models, engines, devices, variables, limits, checks, exits, seeds. Imports no other room, and no torch."""

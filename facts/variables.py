@@ -1,8 +1,8 @@
 """The one table of what a run needs around it: environment variables, versions that belong together, builds.
 
-hardware/device.py and the engines set and refuse variables by this table, and the doctor examines a machine by it. Tests compare
-it with npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a public document, or a
-repository with a version. The rows for NPU and CUDA come from these sources and have not run on one yet. No torch.
+hardware/device.py and engines/ set and refuse variables by this table, and the doctor examines a machine by it. Tests
+compare it with npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a public document, or
+a repository with a version. The rows for NPU and CUDA come from these sources and have not run on one yet. No torch.
 """
 
 import re
@@ -104,7 +104,7 @@ START: dict[str, tuple[Variable, ...]] = {
 # of threads changes the last bits of results.
 ON_CPU = {"OMP_NUM_THREADS": "1"} | {variable.name: variable.value for variable in (_TOKENIZERS, _OFFLINE)}
 
-# ---------------------------------------------------------------------------- set by hardware/device.py, for train.deterministic
+# ------------------------------------------------------------------- set by hardware/device.py, for train.deterministic
 
 # Their readers read them at the first operation or communicator, so they may be set after the import of torch.
 DETERMINISTIC: dict[str, tuple[Variable, ...]] = {

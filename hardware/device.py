@@ -105,8 +105,8 @@ def adapt(device: torch.device) -> None:
     If MindSpeed is installed, its adaptor does this: Ascend tests Megatron with MindSpeed, and it may correct faults
     that we have not seen. MindSpeed is not required. Our model needs only two of its corrections: torch.cuda must stand
     for torch.npu, which transfer_to_npu of torch_npu does, and torch.compile must do nothing, which import_megatron
-    does. Norms, attention, rotary embedding and experts are our own, and model/megatron_model.py switches off Transformer
-    Engine, apex and the CUDA kernels that MindSpeed replaces.
+    does. Norms, attention, rotary embedding and experts are our own, and model/megatron_model.py switches off
+    Transformer Engine, apex and the CUDA kernels that MindSpeed replaces.
     """
     if device.type != "npu":
         return

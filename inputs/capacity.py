@@ -1,6 +1,6 @@
 """How many rows an engine decodes together, and the bytes of vLLM's key-value cache that a row takes. No torch.
 
-The plan and rollout.open_engine ask the same functions, so an engine takes as many rows at once as the plan says.
+The plan and engines/ ask the same functions, so an engine takes as many rows at once as the plan says.
 """
 
 from facts.architectures import Architecture

@@ -1,6 +1,4 @@
-"""Reads the configuration of a run: one YAML file, and `section.key=value` on the command line, into knobs.py's Config.
-
-    python inputs/config.py configs/tiny_cpu.yaml optim.lr=2e-3        prints every value and its source, exit 2 on an error
+"""Reads the configuration of a run, one YAML file and `section.key=value` on the command line, into knobs.Config.
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
 (inputs/rules.py), and a key that the run would not read. Imports no torch.
@@ -12,13 +10,9 @@ import functools
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_origin
-
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
-sys.path.insert(0, __file__.rpartition("/")[0])
 
 from pydantic import ValidationError
 
@@ -354,19 +348,8 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
     return steps_done == num_steps or (every > 0 and steps_done % every == 0)
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print every value and its source; notes and errors go to stderr.  -> exit code, 2 on an InputError"""
-    args = command_line("inputs/config.py", "Print every value, and where it comes from.").parse_args(arguments)
-    cfg, notes = resolve_config(args.config, args.overrides)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    print("\n".join(with_sources(cfg, read_file(args.config), args.overrides)))
-    return 0
-
-
-def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list[str]:
-    """The lines of to_yaml, each key with a comment that says where its value comes from."""
+def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> str:
+    """to_yaml, each key with a comment that says where its value comes from."""
     given, section, lines = {parse_override(one)[0].removesuffix(":") for one in overrides}, "", []
     named, leaves = flatten(file_tree).keys(), flatten(to_dict(cfg)).keys()
     for line in to_yaml(cfg).splitlines():
@@ -374,8 +357,4 @@ def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> list
         section, key = (section, f"{section}.{name}") if indent else (name, name)
         source = "command line" if key in given else "file" if key in named else "default"
         lines.append(f"{line:40}  # {source}" if key in leaves and name else line)
-    return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(lines)

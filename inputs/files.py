@@ -214,6 +214,11 @@ def variable(name: str, default: int, low: int, high: int) -> int:
     return int(text)
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # ----------------------------------------------------------------------------------------------------------------- YAML
 
 

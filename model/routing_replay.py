@@ -14,16 +14,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.interface import Completion
 from facts.architectures import Architecture
-from parallel_setup import Parallel
-from rollout import MicroBatch, Rollout
-from weights import huggingface
+from model.batches import MicroBatch, Rollout
+from parallel_setup import Parallel, gather
 
 Value = TypeVar("Value")
 
@@ -171,7 +170,7 @@ class RoutingReplay:
             routes = torch.stack([self.written[layer] for layer in range(len(self.uses))], dim=1).to(torch.uint8)
         finally:
             self.written = None
-        by_rank = huggingface.gather(routes, self.parallel.tensor, self.parallel.tensor_group)
+        by_rank = gather(routes, self.parallel.tensor, self.parallel.tensor_group)
         return value, by_rank.flatten(0, 1).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
 
     def differing_share(self) -> float:
@@ -196,16 +195,16 @@ def routing_weights(logits: Tensor, chosen: Tensor, norm_topk_prob: bool) -> Ten
 
 def collect(
     batch: Rollout,
-    own: list[list[Completion]],
+    own: list[list[np.ndarray]],
     shares: list[list[list[int]]],
     arch: Architecture,
     parallel: Parallel,
 ) -> dict[int, Tensor]:
     """The engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K). Collective.
 
-    ``own``: the completions that this rank sampled. ``shares``: rollout.plan's [micro-batch][data rank] -> sequences.
-    The tensor ranks of a data rank train the same sequences. All ranks of a replica have its completions, and the first
-    of them sends the routes.
+    ``own``: the routes of the completions that this rank sampled. ``shares``: batches.plan's [micro-batch][data rank]
+    -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a replica have its completions,
+    and the first of them sends the routes.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
@@ -215,9 +214,9 @@ def collect(
         for sequence in sequences
     }
     records = {
-        (parallel.rank // batch.ranks_alike + i * replicas) * group + j: torch.from_numpy(answer.routed_experts)
-        for i, answers in enumerate(own)
-        for j, answer in enumerate(answers)
+        (parallel.rank // batch.ranks_alike + i * replicas) * group + j: torch.from_numpy(routes)
+        for i, group_routes in enumerate(own)
+        for j, routes in enumerate(group_routes)
     }
     owner = {sequence: sequence // group % replicas * batch.ranks_alike for sequence in needed_by}
     shapes = {

@@ -346,7 +346,7 @@ def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
 
 
 def _micro_batches(cfg: Config, layout: RankGrid, prompt: float, completion: float) -> int:
-    """Of a rank in one update. rollout.plan counts a packed row with a quarter of its padded length more."""
+    """Of a rank in one update. batches.plan counts a packed row with a quarter of its padded length more."""
     rows = -(-cfg.optim.prompts_per_update * cfg.rollout.group_size // layout.data)
     a_row = completion + prompt / cfg.rollout.group_size + (prompt + completion) / 4
     return -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))

@@ -17,8 +17,8 @@ import aqn
 import data_gsm8k
 import evaluate
 import reward_gsm8k
-import rollout
 from data_gsm8k import Question, Questions
+from engines import opening
 from engines.interface import Completion
 from facts.architectures import Architecture
 from facts.exits import InputError
@@ -90,7 +90,7 @@ def check_inputs(
         return None
     if with_device:
         sampling = sides(cfg, ranks)[-1]
-        rollout.check_engine(sampling.cfg, arch, sampling.ranks)
+        opening.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
     huggingface.read_model(cfg.model.path, arch)

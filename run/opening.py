@@ -26,9 +26,10 @@ from inputs.files import disk_errors
 from knobs import Config
 from lab import curves
 from learner import Learner
+from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import utilisation
-from rollout import Rollout, Sampled
+from rollout import Sampled
 from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from run.sampler import Colocated, Sampler
 from run.sampling_ranks import Apart, Bridge

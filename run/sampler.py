@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import evaluate
 import rollout
+from engines import opening
 from knobs import Config
 from learner import Learner
 from plan import grid, parameters
@@ -36,7 +37,7 @@ class Sampler:
         if cfg.keeps_factors_apart and parameters.shared_experts(cfg, policy.arch, layout, device.type)[0]:
             Push.frozen_experts_to_host_(policy.model, device)
         # The engine reports progress, because decoding may take longer than train.stall_seconds.
-        self.engine = rollout.open_engine(
+        self.engine = opening.open_engine(
             cfg, policy.arch, device, inputs.stop_tokens, inputs.pad_token, heartbeat.beat
         )
         self.push_policy = Push(cfg, policy, self.engine)

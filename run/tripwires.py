@@ -18,7 +18,6 @@ from facts.checks import (
     KERNEL_GAP,
     LEAST_KL,
     LEAST_KL_COEF,
-    LOGP_GAP_FP32,
     SHORTEST,
     SPIKE_FACTOR,
     SPIKE_START,
@@ -51,11 +50,6 @@ def wrong_merge(share: float) -> str:
         f"of an expert's sampled elements, {share:.2%} in the memory that sampler and trainer share are not "
         f"W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected"
     )
-
-
-def largest_gap(cfg: Config) -> float:
-    """The bound of the check logp_gap, nats a token."""
-    return cfg.checks.logp_gap_bf16 if cfg.model.dtype == "bf16" else LOGP_GAP_FP32
 
 
 def cannot_judge(cfg: Config) -> dict[str, str]:
@@ -297,7 +291,7 @@ class Tripwires:
             )
         if "logp_gap" in (*self.cfg.checks.off, *self.warned):
             return
-        bound = largest_gap(self.cfg)
+        bound = self.cfg.largest_gap
         # The completions of a sampler with noise cannot show the gap. It is absent if no row was trained.
         gap = metrics["aqn/probe_gap"] if noisy else metrics.get("rollout/logp_gap_mean", 0.0)
         self.gaps.append(gap)

@@ -30,9 +30,8 @@ from facts.exits import InputError
 from facts.root import ROOT
 from inputs import functions
 from inputs.config import to_yaml
-from inputs.files import opened, read_bytes, read_object, variable, write_atomically
+from inputs.files import opened, read_bytes, read_object, usable_cores, variable, write_atomically
 from knobs import Config, listed
-from tasks.scoring import usable_cores
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")

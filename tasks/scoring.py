@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import reward_gsm8k
 from facts.exits import InputError
 from facts.root import ROOT
-from inputs.files import variable
+from inputs.files import usable_cores, variable
 from inputs.functions import load
 
 if TYPE_CHECKING:
@@ -139,11 +139,6 @@ class Scorer:
         self.threads.join()
         for worker in self.workers:
             worker.end()
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Worker:

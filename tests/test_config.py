@@ -235,7 +235,14 @@ def test_the_hash_ignores_what_a_resumed_run_may_change_and_sees_every_other_key
 
 
 def test_the_command_prints_the_resolved_configuration_and_its_notes():
-    command = [sys.executable, str(ROOT / "inputs/config.py"), str(TINY), "loss.kl=none", "checks.off=[entropy]"]
+    command = [
+        sys.executable,
+        str(ROOT / "preflight.py"),
+        str(TINY),
+        "--values",
+        "loss.kl=none",
+        "checks.off=[entropy]",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == "note: loss.kl_coef: not read, loss.kl is none\n"
     assert yaml.safe_load(done.stdout)["loss"]["kl"] == "none"

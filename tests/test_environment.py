@@ -68,7 +68,6 @@ COMMANDS = {  # with a file or folder that is not there
     "train_grpo.py": ["absent"],
     "preflight.py": ["absent"],
     "evaluate.py": ["absent"],
-    "inputs/config.py": ["absent"],
     "export.py": ["absent", "--merged", "absent-too"],
     "report.py": ["add", "absent"],
     "weights/smol_model.py": ["README.md"],
@@ -88,7 +87,7 @@ def test_a_command_finds_its_modules_without_its_folder_on_the_path(command: str
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("command", "options"), [("inputs/config.py", []), ci("train_grpo.py", ["--check"])])
+@pytest.mark.parametrize(("command", "options"), [("preflight.py", ["--values"]), ci("train_grpo.py", ["--check"])])
 def test_a_letter_that_the_output_cannot_show_is_printed_as_an_escape(command, options, tmp_path: Path) -> None:
     folder = tmp_path / "caf\u00e9 \u20ac"
     folder.mkdir()

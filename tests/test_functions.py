@@ -21,11 +21,12 @@ import grpo
 from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
+from inputs.files import usable_cores
 from knobs import Config, RewardConfig
 from run import check
 from runlog import run_record
 from tasks import math_answers
-from tasks.scoring import Call, Failure, Score, Scorer, usable_cores
+from tasks.scoring import Call, Failure, Score, Scorer
 
 OWN = Path(__file__).parent / "support" / "own.py"
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -21,11 +21,11 @@ from pytest import MonkeyPatch
 from scipy import stats
 from tiers import asked, nightly
 
-import rollout
 from checks import layers_check, sampling_check
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config, to_yaml
+from model import batches
 from parallel_setup import Parallel
 
 SIZES = {
@@ -149,10 +149,10 @@ def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> Non
             assert float(sound) > 1e-6 > float(faulty)
 
 
-def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]]) -> rollout.Rollout:
+def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]]) -> batches.Rollout:
     """One completion for each list of tokens, in groups of equal size; ``logp`` (S, N)."""
     groups = torch.zeros(len(prompts), len(tokens) // len(prompts))
-    return rollout.Rollout(
+    return batches.Rollout(
         prompts,
         torch.tensor(tokens),
         logp,

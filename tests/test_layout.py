@@ -1,4 +1,4 @@
-"""Rules for the whole repository: imports that point down, two files that name the hardware, heavy packages inside
+"""Rules for the whole repository: imports that point down, one room that names the hardware, heavy packages inside
 functions, names that no package has, and no name of a machine, home folder or foreign process.
 """
 
@@ -15,37 +15,18 @@ import pytest
 import torch
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
-# The files that users run. The order of the layers is: commands and checks/, then plan/ and lab/, then the method, then
-# engines/, then the files that engines/ import.
-COMMANDS = {"train_grpo", "preflight", "report", "sweep", "export"}
-FOLDERS = {  # a folder -> the other folders from which its files may import
-    "hardware": {"inputs"},
-    "inputs": {"engines"},  # facts/engines.py alone, which imports nothing
-    "engines": {"hardware", "inputs"},
-    "plan": {"engines", "inputs"},
-    "lab": {"inputs"},
-    "checks": {"engines", "hardware", "inputs", "plan"},
-    "launch": set(),  # it starts before anything of the project
-}
-# A folder -> the files outside of it that may import its files.
-MAY_ENTER = {
-    "plan": {
-        "training_command",
-        "startup",
-        "sampler",
-        "preflight",
-        "sweep",  # its --list prints hours and disk by the plan
-        "weight_sync",
-    },
-    "checks": {"preflight"},
-    "lab": {"report", "runlog", "startup", "sweep", "training_command"},
-}
+# From the top floor down. A name is a room or a file of the top level; each imports only from the floors below its own.
+FLOORS = """
+    preflight sweep report | checks benchmarks | train_grpo export | run | learner weight_sync evaluate | rollout aqn
+    | engines | weights | lora_megatron lab | model plan data_gsm8k | tasks runlog parallel_setup | inputs
+    | knobs hardware | facts grpo reward_gsm8k launch
+"""
+FLOOR = {room: -index for index, floor in enumerate(FLOORS.split("|")) for room in floor.split()}
 HEAVY = {"megatron", "vllm", "ray", "transformers", "torch_npu", "mindspeed", "peft"}
 HEAVY |= {"pandas", "pyarrow", "matplotlib", "scipy"}
 ONLY_DEVICE = r"torch\.(?:cuda|npu)\b|\btorch_npu\b|\bmindspeed\b"
-# The two files for the hardware, and the files that look for its packages.
-NAME_PACKAGES = {"device", "hardware.kernels", "inputs.environment", "plan.doctor"}
-NAME_PACKAGES |= {"checks.dry_run_device"}  # stands for one of them
+# These look for the packages of the hardware, or stand for one of them.
+NAME_PACKAGES = {"facts.variables", "plan.doctor", "checks.dry_run_device"}
 
 
 @functools.cache
@@ -60,9 +41,9 @@ def at_top() -> dict[str, set[str]]:
     return {name: imports(path, top_level=True) for name, path in FILES.items()}
 
 
-def folder(name: str) -> str:
-    """The folder of a module: engines, plan or lab; "" for the top level."""
-    return name.rpartition(".")[0]
+def room(name: str) -> str:
+    """The room of a module, or the file itself at the top level."""
+    return name.partition(".")[0]
 
 
 def below(name: str, *, top_level: bool = False) -> set[str]:
@@ -79,28 +60,35 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     TopologicalSorter(ours()).prepare()  # CycleError: import circles
 
 
-def test_files_import_only_from_below() -> None:
-    for name, other in [(name, other) for name, found in ours().items() for other in found]:
-        here, where, rule = folder(name), folder(other), f"{name} imports {other}"
-        assert other not in COMMANDS, f"{rule}, which is a command"
-        if where and where != here:
-            allowed = (
-                FOLDERS[here]
-                if here
-                else {"engines", "hardware", "inputs"} | {each for each in MAY_ENTER if name in MAY_ENTER[each]}
-            )
-            assert where in allowed, f"{rule}; the rules of the folders do not allow this"
-    for name in [name for name in FILES if folder(name) == "engines"]:
-        assert not below(name) & {"rollout", "learner", "weight_sync", "aqn"}, name
+def test_every_import_between_rooms_points_to_a_lower_floor() -> None:
+    benchmarks = {f"benchmarks.{path.stem}": imports(path) & FILES.keys() for path in ROOT.glob("benchmarks/*.py")}
+    up = [
+        f"{name} -> {other}"
+        for name, found in (ours() | benchmarks).items()
+        for other in found
+        if room(name) != room(other) and FLOOR[room(name)] <= FLOOR[room(other)]
+    ]
+    assert not up, f"imports that do not point down: {up}"
+
+
+def test_each_room_says_its_rule_and_only_two_commands_enter_the_checks() -> None:
+    for name in FLOOR.keys() - FILES.keys():
+        (rule,) = ast.parse((ROOT / name / "__init__.py").read_text()).body  # its docstring, and nothing else
+        assert isinstance(rule, ast.Expr)
+    assert {room(name) for name, found in ours().items() if "checks" in map(room, found)} == {
+        "checks",
+        "preflight",
+        "sweep",
+    }
 
 
 def test_packages_are_pinned_and_heavy_ones_are_imported_inside_the_function_that_needs_them() -> None:
     """requirements/test.txt installs packages that users do not have; no other test would notice an import of them."""
     for name, path in FILES.items():
-        allowed = {"megatron"} if name in {"parallel_setup", "model_megatron", "lora_megatron"} else set()
+        allowed = {"megatron"} if name in {"parallel_setup", "model.megatron_model", "lora_megatron"} else set()
         heavy = at_top()[name] & (HEAVY - allowed)
         assert not heavy, f"{name} imports {sorted(heavy)} at the top; import inside the function that needs it"
-        pinned = pins("cpu", *(["report"] * (name in REPORTING)), *(["smol"] * (name == "smol_model")))
+        pinned = pins("cpu", *(["report"] * (name in REPORTING)), *(["smol"] * (name == "weights.smol_model")))
         packages = imports(path) - FILES.keys() - sys.stdlib_module_names - OPTIONAL
         unpinned = {package for package in packages if PACKAGE.get(package, package).lower() not in pinned}
         assert not unpinned, f"{name} imports {sorted(unpinned)}, which requirements/ does not pin"
@@ -118,7 +106,7 @@ def test_reporting_needs_no_torch_and_the_versions_of_the_runs_and_of_the_tests(
 
 
 def test_only_device_names_an_accelerator() -> None:
-    for name in FILES.keys() - NAME_PACKAGES:
+    for name in {name for name in FILES if room(name) != "hardware"} - NAME_PACKAGES:
         found = re.findall(ONLY_DEVICE, FILES[name].read_text())
         assert not found, f"{name} names {found[0]}; only hardware/device.py and kernels.py may"
 

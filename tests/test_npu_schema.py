@@ -1,7 +1,7 @@
 """Every operator of kernels.py and model/packing.py with the real torch_npu, at the sizes of the shipped layouts.
 
 The tensors have no data (FakeTensorMode) and CANN is a stub (cann_stub.py), so no NPU is needed. This shows that the
-names, arguments and shapes of the calls are right, forward and backward, and that hardware/device.py starts up. It does not show
+names, arguments and shapes of the calls are right, forward and backward, and that the device starts. It does not show
 what the kernels compute, how fast they are, or which tensors a device refuses; for that, kernels.py has rules of its
 own, with tests in test_npu.py.
 

@@ -17,14 +17,15 @@ from tiers import ci
 
 import rollout
 from data_gsm8k import Question, Questions
-from engines import vllm_engine
+from engines import opening, vllm_engine
 from engines.interface import Completion
 from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
 from knobs import Config
-from rollout import Rollout
+from model import batches
+from model.batches import Rollout
 from tasks.scoring import Score
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def assert_even_shares_of_alike_rows(plan: list[list[list[int]]], lengths: dict[
 
 
 def test_a_plan_takes_every_sequence_once_and_no_rank_is_over_the_budget_but_for_a_single_row() -> None:
-    """Groups of unequal rows, packed and padded. The cost is counted as the docstring of rollout.plan says."""
+    """Groups of unequal rows, packed and padded. The cost is counted as the docstring of batches.plan says."""
     shared = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -59,8 +60,8 @@ def test_a_plan_takes_every_sequence_once_and_no_rank_is_over_the_budget_but_for
         lengths = {s: prompts[s] + rng.choice([1, rng.randint(1, 40), rng.randint(100, 400)]) for s in chosen}
         order = rng.sample(chosen, len(chosen))
         for packed in (prompts, None):
-            plan = rollout.plan(lengths, ranks, budget, multiple, group, packed)
-            assert rollout.plan({s: lengths[s] for s in order}, ranks, budget, multiple, group, packed) == plan, seed
+            plan = batches.plan(lengths, ranks, budget, multiple, group, packed)
+            assert batches.plan({s: lengths[s] for s in order}, ranks, budget, multiple, group, packed) == plan, seed
             assert sorted(s for micro in plan for rows in micro for s in rows) == chosen, seed
             assert all(len(micro) == ranks and any(micro) for micro in plan), seed
             if group == 1:
@@ -79,44 +80,44 @@ def test_a_later_ranks_block_counts_too() -> None:
     """A block of four costs 203 on rank 0 and would cost 492 on rank 1, so both ranks take blocks of two."""
     lengths = {0: 100, 1: 2, 2: 2, 3: 2, 4: 99, 5: 99, 6: 99, 7: 99}
     # Two of 99: 1 + 98 + 98 + 198 / 4 = 246.5
-    plan = rollout.plan(lengths, 2, 250, 1, 4, dict.fromkeys(lengths, 1))
+    plan = batches.plan(lengths, 2, 250, 1, 4, dict.fromkeys(lengths, 1))
     assert plan == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_a_plan_by_hand() -> None:
     lengths = {10: 5, 11: 8, 12: 3, 13: 8, 14: 6}
     # budget 16, rows padded to a multiple of 4: two rows of 8 a rank; 8, 8, 6, 5 are dealt out in turn, then 3
-    assert rollout.plan(lengths, 2, 16, 4) == [[[11, 14], [13, 10]], [[12], []]]
-    assert rollout.plan({}, 2, 16, 4) == []
+    assert batches.plan(lengths, 2, 16, 4) == [[[11, 14], [13, 10]], [[12], []]]
+    assert batches.plan({}, 2, 16, 4) == []
 
 
 def test_a_plan_keeps_groups_whole_where_the_budget_lets_it() -> None:
     lengths = {sequence: 5 + sequence % 4 for sequence in range(12)} | {4: 9}  # three groups of four, 5 to 9 tokens
     groups = [set(range(start, start + 4)) for start in (4, 0, 8)]  # the one with the longest row comes first
-    shares = rollout.plan(lengths, 2, 36, 1, group_size=4)  # 36 / 9 = four rows
+    shares = batches.plan(lengths, 2, 36, 1, group_size=4)  # 36 / 9 = four rows
     assert [[set(rank) for rank in micro] for micro in shares] == [groups[:2], [{8, 9}, {10, 11}]]
-    assert rollout.plan(lengths, 1, 45, 1, group_size=4) == [[sorted(group)] for group in groups]  # five rows: a group
+    assert batches.plan(lengths, 1, 45, 1, group_size=4) == [[sorted(group)] for group in groups]  # five rows: a group
 
 
 def test_micro_batches_are_as_few_as_fit_and_then_as_even() -> None:
     lengths = dict.fromkeys(range(64), 161)  # 50 rows fit, of which 48 are whole groups
-    assert [len(rows) for (rows,) in rollout.plan(lengths, 1, 8192, 1, group_size=8)] == [32, 32]
+    assert [len(rows) for (rows,) in batches.plan(lengths, 1, 8192, 1, group_size=8)] == [32, 32]
     for seed in range(50):
         rng = random.Random(seed)
         lengths = {sequence: rng.randint(1, 100) for sequence in range(rng.randint(2, 60))}
         ranks, budget = rng.choice([1, 2, 4]), rng.choice([100, 300, 1000])
-        plan = rollout.plan(lengths, ranks, budget, 1)
+        plan = batches.plan(lengths, ranks, budget, 1)
         shared = [rows for micro in plan for rows in micro if len(rows) > 1]
         largest = max((len(rows) * max(lengths[s] for s in rows) for rows in shared), default=0)
-        assert not shared or len(rollout.plan(lengths, ranks, largest - 1, 1)) > len(plan), seed
+        assert not shared or len(batches.plan(lengths, ranks, largest - 1, 1)) > len(plan), seed
 
 
 def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size() -> None:
     lengths, prompts = dict.fromkeys(range(8), 12), dict.fromkeys(range(8), 10)  # two groups of four
     # A group: 10 + 4 x 2 = 18 in the line, 48 as padded rows: 18 + 48 / 4 = 30. Both: 60.
-    assert rollout.plan(lengths, 1, 60, 1, 4, prompts) == [[list(range(8))]]
-    assert rollout.plan(lengths, 1, 59, 1, 4, prompts) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert len(rollout.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
+    assert batches.plan(lengths, 1, 60, 1, 4, prompts) == [[list(range(8))]]
+    assert batches.plan(lengths, 1, 59, 1, 4, prompts) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert len(batches.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
 
 
 # ------------------------------------------------------------------------------------------------ the engine
@@ -129,8 +130,8 @@ def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatc
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
-        rollout.check_engine(cfg, arch, 1)
-    rollout.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
+        opening.check_engine(cfg, arch, 1)
+    opening.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
 
 
 # ------------------------------------------------------------------------------------------------ pack
@@ -153,16 +154,16 @@ def batch() -> Rollout:
 
 def test_rows_are_prompt_then_completion_padded_on_the_right(batch) -> None:
     assert [batch.row_length(sequence) for sequence in range(4)] == [4, 5, 4, 6]
-    micro = rollout.pack(batch, [3, 0], torch.tensor([0.1, 0.2, 0.3, 0.4]), CPU, 9, 4)
+    micro = batches.pack(batch, [3, 0], torch.tensor([0.1, 0.2, 0.3, 0.4]), CPU, 9, 4)
     assert micro.tokens.tolist() == [[5, 6, 7, 15, 16, 2, 9, 9], [7, 8, 11, 2, 9, 9, 9, 9]]
     assert micro.mask.tolist() == [[0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]]
     assert micro.rollout_logp.tolist() == [[0, 0, 0, -7, -8, -9, 0, 0], [0, 0, -1, -2, 0, 0, 0, 0]]
     assert micro.advantages.tolist() == pytest.approx([0.4, 0.1])
-    assert rollout.pack(batch, [2], torch.zeros(4), CPU, 9, 1).tokens.tolist() == [[5, 6, 7, 2]]
+    assert batches.pack(batch, [2], torch.zeros(4), CPU, 9, 1).tokens.tolist() == [[5, 6, 7, 2]]
 
 
 def test_no_sequences_make_one_row_that_trains_nothing(batch) -> None:
-    micro = rollout.pack(batch, [], torch.ones(4), CPU, 9, 4)
+    micro = batches.pack(batch, [], torch.ones(4), CPU, 9, 4)
     assert micro.tokens.tolist() == [[9] * 4]
     assert not micro.mask.any() and not micro.rollout_logp.any() and not micro.advantages.any()
 

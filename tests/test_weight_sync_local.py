@@ -26,8 +26,7 @@ from planted import engine_with, nothing
 from torch import Tensor
 
 import lora_megatron
-import rollout
-from engines import vllm_colocated, vllm_engine, vllm_inside
+from engines import opening, vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
@@ -339,8 +338,8 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: asked.append("checked"))
     arch = hf_config.read(path)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    rollout.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
+    opening.open_engine(config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
     with pytest.raises(InputError, match="device cpu packs vLLM's weights"):
-        rollout.check_engine(config(path, {}, True), arch, 4)
-    rollout.check_engine(config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
+        opening.check_engine(config(path, {}, True), arch, 4)
+    opening.check_engine(config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
     assert asked == ["colocated", "checked", "checked"]

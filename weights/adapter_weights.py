@@ -17,7 +17,7 @@ from facts.architectures import Architecture, Module, every_module, layers
 from facts.exits import InputError
 from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
-from parallel_setup import Factor, Parallel
+from parallel_setup import Factor, Parallel, gather
 from weights import huggingface
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
@@ -54,11 +54,11 @@ def whole(
     tensor beside its own shard.
     """
     if factor.is_expert:
-        return huggingface.gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
+        return gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
     dim, is_qkv = factor.shard_dim, name.endswith("linear_qkv.B")
     if dim is None or (parallel.tensor == 1 and not is_qkv):
         return value
-    parts = huggingface.gather(value, parallel.tensor, parallel.tensor_group)
+    parts = gather(value, parallel.tensor, parallel.tensor_group)
     if join_on_host:
         parts = [part.cpu() for part in parts]
     if is_qkv:

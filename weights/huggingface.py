@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from facts.architectures import Architecture, modules, tensor_shapes
@@ -22,7 +21,7 @@ from hardware.quantisation import Packed, quantise
 from inputs.files import first_three, read_object, read_tensors
 from lora_megatron import Adapter, attached, stacks
 from model.megatron_model import GroupedLinear
-from parallel_setup import Parallel
+from parallel_setup import Parallel, gather
 
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
@@ -309,15 +308,6 @@ def _whole(
         sizes = [len(value) - 2 * kv, kv, kv]
     for name, blocks in zip(names, zip(*(shard.split(sizes) for shard in by_rank), strict=True), strict=True):
         yield name, torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-
-
-def gather(value: Tensor, size: int, group) -> Tensor:
-    """The ``value`` of every rank of ``group``, in rank order; of one rank a view. Collective. (...) -> (size, ...)"""
-    if size == 1:
-        return value[None]
-    out = value.new_empty((size, *value.shape))
-    dist.all_gather_into_tensor(out.flatten(0, 1), value.contiguous(), group=group)
-    return out
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:

@@ -18,9 +18,9 @@ from facts.architectures import Architecture
 from inputs.files import first_three
 from knobs import Config
 from model import megatron_model
+from model.batches import MicroBatch
 from model.megatron_model import TokenStats
 from parallel_setup import Parallel
-from rollout import MicroBatch
 from weights import adapter_weights, huggingface
 from weights.adapter_weights import checksums, hf_name
 from weights.huggingface import Slot

@@ -21,8 +21,8 @@ from update_reference import CASES, Updated
 
 import grpo
 from learner import MOMENTS, Learner
+from model.batches import Rollout
 from parallel_setup import Parallel
-from rollout import Rollout
 from runlog.log import Heartbeat, RunLog, StepTimer
 from weights.policy import Policy
 

@@ -12,8 +12,8 @@ import torch
 from facts.architectures import Architecture
 from knobs import Config
 from model import megatron_model
+from model.batches import Rollout
 from parallel_setup import Parallel
-from rollout import Rollout
 from weights.policy import Policy
 
 

@@ -70,7 +70,7 @@ def outcome(case: Case, where: str) -> list | str:
 
 
 def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
-    """The attention of model/packing.py: a full micro-batch of one prompt's completions, the last of which trains nothing."""
+    """The attention of a full, packed micro-batch of one prompt's completions, the last of which trains nothing."""
     layout = grid.of(cfg, ranks)
     rows = max(2, memory.micro_batch_tokens(cfg, layout) // cfg.row_tokens)
     own = cfg.rollout.max_new_tokens

@@ -27,8 +27,8 @@ import weight_sync
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
 from learner import Learner
+from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel
-from rollout import MicroBatch, Rollout
 from run import check, opening
 from weight_sync import Push
 from weights import adapter_weights, checkpoint, huggingface

@@ -22,8 +22,8 @@ import grpo
 import lora_megatron
 import reward_gsm8k
 from learner import MOMENTS, Learner
+from model.batches import MicroBatch
 from parallel_setup import Parallel
-from rollout import MicroBatch
 from tasks.question_files import Row
 from weights import checkpoint, huggingface
 

@@ -18,7 +18,7 @@ import update_reference
 from source import ROOT
 from torch import Tensor
 
-from rollout import Rollout
+from model.batches import Rollout
 
 SCRIPT = "import sys, reference_process; reference_process.write(sys.argv[1])"
 

@@ -18,13 +18,13 @@ from planting import Plant
 
 import parallel_setup
 import reward_gsm8k
-import rollout
 import train_grpo
 from facts.exits import AqnError, InputError, Tripped
 from inputs.files import read_tensors
 from knobs import Config
 from lab import curves
 from learner import Learner
+from model import batches
 from run import check, opening
 from runlog import log, run_record
 from runlog.log import Heartbeat, RunLog
@@ -180,8 +180,8 @@ def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
 
 def pad_rows(patch: pytest.MonkeyPatch) -> None:
     """Until ``patch`` is undone, the trainer computes padded rows instead of packed sequences."""
-    plan = rollout.plan
-    patch.setattr(rollout, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
+    plan = batches.plan
+    patch.setattr(batches, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
     patch.setattr(Learner, "_pack_rows", lambda self, micro: None)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from knobs import Config, LossConfig
-    from rollout import Rollout
+    from model.batches import Rollout
 
 EPS = 1e-8  # of AdamW (arXiv 1412.6980)
 
@@ -228,7 +228,7 @@ def config(path: Path, case: str) -> Config:
 
 def rollout_of(path: Path, factors: Named) -> Rollout:
     """Random completions. The sampler's log-probs are those of the policy, but for a tenth of a nat."""
-    from rollout import Rollout
+    from model.batches import Rollout
 
     generator, sequences = torch.Generator().manual_seed(2), len(PROMPTS) * GROUP
     lengths = torch.randint(1, NEW_TOKENS + 1, (sequences,), generator=generator).tolist()

@@ -1,0 +1,35 @@
+"""Opens the engine that a configuration names."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engines.interface import Engine
+from facts.architectures import Architecture
+from knobs import Config
+
+
+def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
+    """Raise InputError if the engine cannot run this configuration, or is not installed for it."""
+    _engine_module(cfg).check(cfg, arch, ranks)
+
+
+def open_engine(
+    cfg: Config,
+    arch: Architecture,
+    device: torch.device,
+    stop_tokens: set[int],
+    pad_token: int,
+    beat: Callable[[], None] = lambda: None,
+) -> Engine:
+    """The engine that cfg.rollout.engine names. It has no weights before its first load_weights.
+
+    ``beat`` is called for every decoded token of a batch of rows.
+    """
+    return _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
+
+
+def _engine_module(cfg: Config) -> Any:
+    return importlib.import_module(cfg.rollout.kind.module)

@@ -1,0 +1,163 @@
+"""The sequences of a step, and how they become the micro-batches of the data ranks.
+
+P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.packing import Packing
+
+
+@dataclass
+class Rollout:
+    """The sequences of a step, the same on every rank. Sequence s answers prompt s // G."""
+
+    prompts: list[list[int]]  # P
+    tokens: Tensor  # (S, N) int64, 0 after the end
+    logp: Tensor  # (S, N) the sampler's log-prob of each sampled token
+    lengths: list[int]  # S completion lengths
+    truncated: Tensor  # (S,) bool: stopped by max_new_tokens
+    rewards: Tensor  # (P, G)
+    parsable: Tensor  # (P, G) 1 where an answer was found
+    correct: Tensor  # (P, G) 1 where it is right
+    ranks_alike: int = 1  # ranks that have the same completions: those that sampled them together
+
+    def row_length(self, sequence: int) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
+
+
+@dataclass
+class MicroBatch:
+    """Rows of one forward pass, padded on the right."""
+
+    tokens: Tensor  # (b, T)
+    mask: Tensor  # (b, T) 1 on completion tokens that are trained
+    rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
+    advantages: Tensor  # (b,)
+    stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
+    old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
+    ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
+    packing: Packing | None = None  # how the rows become one packed sequence of M tokens
+    routes: Tensor | None = None  # (b, T, L, K), packed (1, M, L, K): experts to replay, L MoE layers
+    replayed: Tensor | None = None  # (b, T), packed (1, M): the number of rows whose token has a route here
+
+
+def plan(
+    lengths: dict[int, int],
+    data_ranks: int,
+    tokens_per_micro_batch: int,
+    multiple: int,
+    group_size: int = 1,
+    prompts: dict[int, int] | None = None,
+) -> list[list[list[int]]]:
+    """The sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
+
+    ``lengths``: tokens of each sequence's row. ``prompts``: tokens of each one's prompt, where rows are packed.
+    No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are as few
+    micro-batches as this limit allows, and they are as even as their number allows.
+    Groups are sorted by their longest row and distributed in that order, so that the rows of a micro-batch are similar
+    and ranks finish together. A group stays on one rank where it can, because its rows share the work on their prompt.
+    Every rank gets the same number of micro-batches, some of them empty if necessary, because expert-parallel ranks
+    exchange tokens in every layer. The result depends on the arguments alone, so all ranks compute the same.
+    """
+    cost = functools.partial(_cost, lengths=lengths, multiple=multiple, group_size=group_size, prompts=prompts)
+    longest_row: dict[int, int] = {}  # by group
+    for sequence, length in lengths.items():
+        longest_row[sequence // group_size] = max(length, longest_row.get(sequence // group_size, 0))
+    todo = sorted(lengths, key=lambda sequence: (-longest_row[sequence // group_size], sequence))
+
+    rounds: list[list[list[int]]] = []  # [round][data rank] -> sequences, which stay in one micro-batch
+    while todo:
+        for block in range(min(group_size, -(-len(todo) // data_ranks)), 0, -1):
+            round_ = [todo[rank * block : (rank + 1) * block] for rank in range(data_ranks)]
+            if _fits(round_, tokens_per_micro_batch, cost):
+                break
+        rounds.append(round_)
+        todo = todo[data_ranks * block :]
+
+    # The smallest limit that gives as few micro-batches as the largest one makes them even.
+    fewest = len(_next_fit(rounds, tokens_per_micro_batch, cost))
+    low, high = 0, tokens_per_micro_batch
+    while low < high:
+        middle = (low + high) // 2
+        if len(_next_fit(rounds, middle, cost)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return _next_fit(rounds, low, cost)
+
+
+def _cost(
+    rows: list[int], lengths: dict[int, int], multiple: int, group_size: int, prompts: dict[int, int] | None
+) -> float:
+    """The tokens of ``rows`` in one forward pass.
+
+    A padded row counts with its padding, up to a ``multiple``. Packed rows count as their packed sequence, which has
+    each prompt once, plus a quarter of their padded size: attention copies padded rows, which are at most a quarter of
+    what autograd keeps.
+    """
+    padded = len(rows) * -(-max(lengths[sequence] for sequence in rows) // multiple) * multiple
+    if prompts is None:
+        return padded
+    own = sum(lengths[sequence] - prompts[sequence] for sequence in rows)
+    prompt_of_group = {sequence // group_size: prompts[sequence] for sequence in rows}
+    return own + sum(prompt_of_group.values()) + padded / 4
+
+
+def _fits(by_rank: list[list[int]], limit: int, cost: Callable[[list[int]], float]) -> bool:
+    return all(cost(rows) <= limit for rows in by_rank if rows)
+
+
+def _next_fit(rounds: list[list[list[int]]], limit: int, cost: Callable[[list[int]], float]) -> list[list[list[int]]]:
+    """The rounds in order, each in the last micro-batch if all ranks have room for it there, otherwise in a new one."""
+    micro_batches: list[list[list[int]]] = []
+    for round_ in rounds:
+        if micro_batches:
+            joined = [[*rows, *more] for rows, more in zip(micro_batches[-1], round_, strict=True)]
+            if _fits(joined, limit, cost):
+                micro_batches[-1] = joined
+                continue
+        micro_batches.append(round_)
+    return micro_batches
+
+
+def pack(
+    rollout: Rollout,
+    sequences: list[int],
+    advantages: Tensor,
+    device: torch.device,
+    pad_token: int,
+    multiple: int,
+    records: dict[int, Tensor] | None = None,
+) -> MicroBatch:
+    """The rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
+
+    ``advantages``: (S,). ``records``: the routes of each sequence's tokens but the last, (row length - 1, L, K).
+    Without sequences it is one row of padding, which trains nothing.
+    """
+    longest = max(map(rollout.row_length, sequences), default=1)
+    shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)
+    tokens, mask, logp = torch.full(shape, pad_token), torch.zeros(shape), torch.zeros(shape)
+    for row, sequence in enumerate(sequences):
+        prompt = rollout.prompts[sequence // rollout.rewards.shape[1]]
+        start, n = len(prompt), rollout.lengths[sequence]
+        tokens[row, :start] = torch.tensor(prompt)
+        tokens[row, start : start + n] = rollout.tokens[sequence, :n]
+        mask[row, start : start + n] = 1
+        logp[row, start : start + n] = rollout.logp[sequence, :n]
+    chosen = advantages[sequences] if sequences else torch.zeros(1)
+    micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
+    if records is not None and sequences:
+        routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
+        replayed = torch.zeros(shape, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            length = len(records[sequence])
+            routes[row, :length], replayed[row, :length] = records[sequence], 1
+        micro.routes, micro.replayed = routes.to(device), replayed.to(device)
+    return micro
