@@ -28,7 +28,7 @@ from lora_megatron import whole_shape
 from model import batches, packing, routing_replay
 from model.batches import MicroBatch, Rollout
 from model.routing_replay import RouterLoad, RoutingReplay
-from runlog.log import StepTimer
+from runlog.progress import StepTimer
 from weights import adapter_weights
 from weights.adapter_weights import checksums
 from weights.checkpoint import Checkpoint

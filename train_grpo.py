@@ -15,10 +15,10 @@ import sys
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
-from runlog import log
+from runlog import progress
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    log.end_on_signals()
+    progress.end_on_signals()
 
 import grpo
 import parallel_setup

@@ -51,7 +51,7 @@ from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import grid, memory, parameters
 from plan.search import broken_rules
-from runlog.log import StepTimer
+from runlog.progress import StepTimer
 from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy

@@ -19,7 +19,8 @@ from hardware import device as devices
 from knobs import Config
 from parallel_setup import Parallel, launched_rank
 from run.sampling_ranks import Bridge
-from runlog.log import Heartbeat, RunLog
+from runlog.log import RunLog
+from runlog.progress import Heartbeat
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator

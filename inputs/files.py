@@ -71,7 +71,7 @@ def print_every_letter() -> None:
 def refused(error: BaseException) -> int:
     """Print the error on stderr as one line.  -> 2, the exit code for input that cannot be used"""
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-    return 2
+    return InputError.exit_code
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 
 import parallel_setup
-from facts.exits import AqnError, InputError, Tripped
+from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
 from inputs.files import MOST_RANKS, one_line
 from knobs import Config
@@ -13,13 +13,11 @@ from plan import doctor
 from run import check, opening, sampling_ranks
 from run.opening import Run
 from run.sampling_ranks import Bridge
-from runlog import log as runlog
-from runlog import trackers
-from runlog.log import Heartbeat, RunLog
+from runlog import progress, trackers
+from runlog.log import RunLog
+from runlog.progress import Heartbeat
 from tasks.scoring import Scorer
 from weights import tiny_model
-
-STOPS = (Tripped, AqnError)  # a run that would be silently wrong
 
 
 def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -> None:
@@ -28,7 +26,7 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
     bridge = Bridge(cfg) if cfg.rollout.ranks else None
     heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
     if is_command:
-        runlog.end_on_signals(log.reached, log.note)
+        progress.end_on_signals(log.reached, log.note)
     scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
     try:
         parallel_setup.start_device(cfg)
@@ -56,7 +54,7 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
             else:
                 train(opening.open_run(cfg, parallel, heartbeat, inputs, bridge))
     except Exception as error:
-        log.note(f"{'stopped' if isinstance(error, STOPS) else 'error'}: {one_line(error)}")
+        log.note(f"{'stopped' if isinstance(error, Tripped) else 'error'}: {one_line(error)}")
         raise
     finally:
         scorer.close()
@@ -69,7 +67,7 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
 
     Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error.
 
-    A rank that stands still ends itself with 4 (runlog.Heartbeat); 130 and 143: ended by Ctrl-C or SIGTERM.
+    A rank that stands still ends itself with 4 (runlog/progress.py); 130 and 143: ended by Ctrl-C or SIGTERM.
     """
     parser = command_line("train_grpo.py", manual)
     parser.add_argument("--check", action="store_true", help="check the input and stop")
@@ -90,14 +88,14 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
         else:
             trains = True
             start(cfg, train, is_command=True)
-    except STOPS as error:
+    except Tripped as error:
         parallel_setup.report(rank, f"stopped: {error}")
-        return 3
+        return error.exit_code
     except Exception as error:
         if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename):  # the user's file
             cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
             parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
-            return 2
+            return InputError.exit_code
         lost = parallel_setup.lost_others(error)
         hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
         parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)

@@ -34,8 +34,8 @@ from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from run.sampler import Colocated, Sampler
 from run.sampling_ranks import Apart, Bridge
 from run.tripwires import Tripwires
-from runlog import log as runlog
-from runlog.log import Heartbeat
+from runlog.log import LEGEND, RunLog
+from runlog.progress import Heartbeat, StepTimer
 from tasks.question_files import alike
 from weights import checkpoint
 from weights.policy import Policy
@@ -51,7 +51,7 @@ class Run:
     parallel: Parallel
     heartbeat: Heartbeat
     inputs: Inputs
-    log: runlog.RunLog
+    log: RunLog
     tripwires: Tripwires
     learner: Learner
     sampler: Colocated | Apart
@@ -95,21 +95,19 @@ class Run:
             for index, completion in enumerate(first)
         ]
 
-    def start_step(self, step: int) -> runlog.StepTimer:
+    def start_step(self, step: int) -> StepTimer:
         """The timer of a step, which counts from 0; starts a profiler if train.profile_steps has the step."""
         if step + 1 in self.cfg.train.profile_steps:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
-        return runlog.StepTimer(self.heartbeat, step, self.parallel.device)
+        return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_questions(self, step: int, sampled: Sampled) -> None:
         """Tripped for a question that a step must not ask."""
         asked = [alike(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
-    def record(
-        self, step: int, sampled: Sampled, metrics: dict[str, float], timer: runlog.StepTimer
-    ) -> dict[str, float]:
+    def record(self, step: int, sampled: Sampled, metrics: dict[str, float], timer: StepTimer) -> dict[str, float]:
         """Log the metrics and times of a step.  -> the metrics of rank 0, by which all ranks decide. Collective."""
         metrics = self.parallel.gather_objects(rollout.metrics(sampled) | metrics)[0]
         completions = self.shown_completions(sampled.asked, sampled.batch, sampled.completions)
@@ -230,7 +228,7 @@ def open_run(
         sampler, shared_bytes = Colocated(engine, learner, tripwires), engine.push_policy.shared_bytes
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
     held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
-    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{runlog.LEGEND}")
+    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
 
 

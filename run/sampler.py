@@ -14,7 +14,7 @@ from plan import grid, parameters
 from rollout import Sampled
 from run.check import Inputs
 from run.tripwires import Tripwires
-from runlog.log import Heartbeat
+from runlog.progress import Heartbeat
 from weight_sync import Push
 from weights.policy import Policy
 

@@ -33,7 +33,7 @@ from rollout import Sampled
 from run.check import Inputs, texts
 from run.sampler import Evaluation, Pushed, Sampler
 from run.tripwires import Tripwires
-from runlog.log import Heartbeat, StepTimer
+from runlog.progress import Heartbeat, StepTimer
 from weights import adapter_weights
 from weights.policy import Policy
 

@@ -11,18 +11,12 @@ out/<name>-<YYYYmmdd-HHMMSS>/
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
-import os
 import re
 import resource
-import signal
 import sys
-import threading
 import time
-import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -37,7 +31,7 @@ from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_
 from runlog.trackers import Trackers
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("reward", "reward/mean", 3),
@@ -48,7 +42,6 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("len", "response_length/mean", 0),
 )
 LEGEND = f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
-PROGRESS_SECONDS = 30  # a line at least so often, also in a long phase
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
@@ -63,51 +56,6 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
     except FileExistsError:
         return _new_folder(out_dir, name, number + 1)
     return folder
-
-
-# ---------------------------------------------------------------- the end by a signal
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; a scheduler's or torchrun's
-NOT_STARTED = "before a step of this start; the same command starts it again"
-
-
-def end_on_signals(
-    reached: Callable[[], str] = lambda: NOT_STARTED, note: Callable[[str], None] = lambda line: None
-) -> None:
-    """From now on one of SIGNALS ends this process at once, and rank 0 prints and notes one line with ``reached()``.
-
-    Python would call a handler in the main thread, and not while that waits in a collective. But it writes the number
-    of a signal to a pipe as it arrives, in whatever code the main thread is, and a thread reads the pipe. A blocked
-    signal, for which a thread could wait without a pipe, would stay blocked in every program that this process starts.
-    """
-    receiving, sending = os.pipe()
-    os.set_blocking(sending, False)
-    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: None)  # the system's own action would come before the thread's
-    os.register_at_fork(after_in_child=_end_silently)
-    speaks = os.environ.get("RANK", "0") == "0"  # samplers change RANK later
-
-    def wait() -> None:
-        number = 0
-        while number not in SIGNALS:  # other signals with a handler are written, too
-            number = os.read(receiving, 1)[0]
-        try:
-            if speaks:
-                line = f"ended by {signal.Signals(number).name} {reached()}"
-                os.write(2, f"\n{line}\n".encode())
-                note(line)
-        finally:
-            os._exit(128 + number)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _end_silently() -> None:
-    """In a forked process, which has no such thread, the system ends the process."""
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
 
 
 # ---------------------------------------------------------------- the log
@@ -269,9 +217,9 @@ class RunLog:
             self.trackers.log(step, values)
 
     def reached(self) -> str:
-        """How far the run has come and how to continue it, for a process that is being ended."""
+        """How far the run has come and how to continue it, for a process that is being ended; "" at its start."""
         if self.run_dir is None:
-            return NOT_STARTED
+            return ""
         saved = max(self.run_dir.glob("checkpoints/step-*"), default=None)
         how = f"{f' with train.resume={self.run_dir}' * (self.cfg.train.resume == 'never')} continues from {saved}"
         return (
@@ -314,139 +262,3 @@ class RunLog:
         for part in (self.bar, self.trackers, self.lock):
             if part is not None:
                 part.close()
-
-
-class StepTimer:
-    """Time of the phases of one step on ``device``, and where it counts it the most memory in use in each phase.
-
-    A phase that occurs several times counts once, with its sum. The phases add up to the step. The host runs ahead of
-    an accelerator, so a phase ends when the device has done its work.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
-        from hardware import device as devices  # here, because sweep.py reads this file without torch
-
-        self.devices, self.heartbeat, self.step, self.device = devices, heartbeat, step, device
-        self.peaks: dict[str, float] = {}  # GiB
-        self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
-        self.start = devices.moment(device)
-        self.ends: list[tuple[str, Any]] = []  # of each phase
-
-    @contextlib.contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        """What runs in this context ends ``phase``, as in end_phase, and has its name in a profiler's trace."""
-        from torch.profiler import record_function
-
-        with record_function(phase):
-            yield
-        self.end_phase(phase)
-
-    def end_phase(self, phase: str) -> None:
-        """Count the time since the end of the last phase as ``phase``."""
-        self.heartbeat.beat(f"{phase} of step {self.step + 1}")
-        self.ends.append((phase, self.devices.moment(self.device)))
-        self._count_memory(phase)
-
-    def _count_memory(self, phase: str) -> None:
-        gib = self.devices.peak_memory_gib(self.device)
-        if gib is not None:
-            self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
-
-    def peak(self) -> tuple[float, str] | tuple[()]:
-        """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
-        return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of each phase so far."""
-        total: dict[str, float] = defaultdict(float)
-        last = self.start
-        for phase, end in self.ends:
-            total[phase] += self.devices.seconds_between(last, end)
-            last = end
-        return dict(total)
-
-    def timing(self, new_tokens: int) -> dict[str, float]:
-        """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
-        total = self.devices.seconds_between(self.start, self.devices.moment(self.device))
-        phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
-        return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
-
-
-# ------------------------------------------------------------------------------------------------ a rank that stalls
-
-EXIT_CODE = 4
-GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report theirs, too
-
-
-class Heartbeat:
-    """A thread that ends the process after ``stall_seconds`` without a `beat`; 0 seconds: no such thread.
-
-    It prints the last phase and the stack of every thread. If a collective waits, the stack names it. Code that holds
-    Python's global lock (GIL) stops this thread, too. Then faulthandler, which needs no lock, prints the stacks and
-    ends the process with exit code 1, after 1.5 x ``stall_seconds``.
-    """
-
-    def __init__(self, stall_seconds: int, log: RunLog, on_beat: Callable[[], None] = lambda: None) -> None:
-        """``on_beat`` is called with every beat."""
-        self.stall_seconds, self.log, self.on_beat = stall_seconds, log, on_beat
-        self.done, self.last = "start", time.monotonic()
-        self.stopped = threading.Event()
-        self.waits = False
-        if stall_seconds:
-            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
-
-    def beat(self, done: str = "") -> None:
-        """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
-        self.done, self.last = done or self.done, time.monotonic()
-        self.on_beat()
-        if self.last - self.log.said > PROGRESS_SECONDS:
-            self.log.say(f"at work after: {self.done}{self.log.left()}")
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context in which this rank waits for others that may have more to do: their own heartbeats watch them.
-
-        parallel.timeout_seconds limits the wait.
-        """
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.beat()
-            self.waits = False
-
-    def stop(self) -> None:
-        """End the watching."""
-        self.stopped.set()
-
-    def _watch(self) -> None:
-        while not self.stopped.wait(min(1.0, self.stall_seconds / 4)):
-            still = time.monotonic() - self.last
-            if still > self.stall_seconds and not self.waits:
-                self._end(still)
-            # As long as this thread runs, it postpones the end by faulthandler. 2: the number of stderr.
-            faulthandler.dump_traceback_later(1.5 * self.stall_seconds, exit=True, file=2)
-        faulthandler.cancel_dump_traceback_later()
-
-    def _end(self, still: float) -> None:
-        """Say where this rank has stood still for so many seconds, and end the process."""
-        faulthandler.cancel_dump_traceback_later()
-        limit = f"train.stall_seconds = {self.stall_seconds}"
-        cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
-        # In one piece: the ranks share a terminal or a log.
-        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{stacks()}".encode())
-        self.log.note(f"stopped: rank {self.log.rank} {cause}")
-        time.sleep(GRACE_SECONDS)
-        os._exit(EXIT_CODE)
-
-
-def stacks() -> str:
-    """The stack of every other thread of this process, innermost call last; the main thread comes last."""
-    frames = sys._current_frames()
-    others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
-    return "\n".join(
-        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-        for thread in others
-        if thread.ident in frames
-    )

@@ -147,7 +147,8 @@ def test_a_profiler_watches_the_host_and_its_device(kind, monkeypatch):
 IMPORT = """
 import sys, warnings
 warnings.filterwarnings("ignore")
-import torch, device
+import torch
+from hardware import device
 compiler = torch.compile
 device.import_megatron(torch.device("cpu"))
 import megatron.core

@@ -11,7 +11,8 @@ from saved import config_in
 
 from hardware import device as devices
 from run import opening
-from runlog.log import Heartbeat, RunLog, StepTimer
+from runlog.log import RunLog
+from runlog.progress import Heartbeat, StepTimer
 
 
 def test_memory_in_use_is_torchs_peak_plus_memory_outside_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from checks.dry_run_report import Compared, DryRun, as_text
 from inputs import hf_config
 from inputs.config import load_config
 from learner import Learner
-from runlog.log import Heartbeat, RunLog, StepTimer
+from runlog.log import RunLog
+from runlog.progress import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16)  # configuration, ranks, tensor, expert, other changes
 R3 = ("qwen15_moe", 6, 2, 3, "model.recompute=false", "replay.mode=r3")

@@ -129,8 +129,9 @@ def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: 
 
 
 BUSY = """
-import hashlib, os, runlog
-runlog.end_on_signals(lambda: 'after step 3')
+import hashlib, os
+from runlog import progress
+progress.end_on_signals(lambda: 'after step 3')
 child = os.fork()
 if child == 0:
     os.kill(os.getpid(), 15)  # as a pool of processes ends its workers

@@ -26,14 +26,16 @@ from saved import config_in
 import parallel_setup
 import train_grpo
 from checks import launched as launched_question
+from facts.exits import STALLED
 from inputs.config import to_yaml
 from parallel_setup import Parallel
 from run import command as training_command
-from runlog import log as runlog
-from runlog.log import EXIT_CODE, Heartbeat, RunLog
+from runlog import progress
+from runlog.log import RunLog
+from runlog.progress import Heartbeat
 
 
-@pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ("hang", 6, EXIT_CODE)])
+@pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ("hang", 6, STALLED)])
 def test_a_rank_that_fails_or_hangs_ends_all_ranks(fault, stall, code, model, tmp_path) -> None:
     """The launcher notices that a rank has ended. A rank that stands still ends itself, and so does one that waits for
     it; parallel.timeout_seconds would be too late for this test."""
@@ -149,8 +151,9 @@ def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_tra
 
 WAIT = """
 import ctypes, time
-from config import load_config
-from runlog import Heartbeat, RunLog
+from inputs.config import load_config
+from runlog.log import RunLog
+from runlog.progress import Heartbeat
 
 def long_wait():
     {wait}
@@ -175,7 +178,7 @@ def test_a_process_that_stalls_in_code_that_holds_the_lock_of_python_ends_with_i
 
 def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
     ended = end_of_a_wait("time.sleep(600)", 1)
-    assert ended.returncode == EXIT_CODE
+    assert ended.returncode == STALLED
     assert "rank 3: stood still for" in ended.stderr and "after: update of step 7" in ended.stderr
     assert "train.stall_seconds = 1" in ended.stderr and "in long_wait" in ended.stderr
 
@@ -183,9 +186,9 @@ def test_a_process_that_stalls_reports_place_and_stack_and_ends() -> None:
 def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
     """Whether the watch lets the process go on for 50 s of a clock of its own; ``act`` comes before each look."""
     with (
-        mock.patch.object(runlog, "time") as clock,
-        mock.patch.object(runlog, "faulthandler"),
-        mock.patch.object(runlog.os, "_exit", side_effect=SystemExit) as end,
+        mock.patch.object(progress, "time") as clock,
+        mock.patch.object(progress, "faulthandler"),
+        mock.patch.object(progress.os, "_exit", side_effect=SystemExit) as end,
         mock.patch.object(beat.stopped, "wait") as wait,
     ):
         clock.monotonic.side_effect = lambda: wait.call_count / 2  # half a second passes between two looks
@@ -193,7 +196,7 @@ def goes_on(beat: Heartbeat, act: Callable = lambda: None) -> bool:
         beat.beat()
         with contextlib.suppress(SystemExit):
             beat._watch()
-        assert end.mock_calls in ([], [mock.call(EXIT_CODE)])
+        assert end.mock_calls in ([], [mock.call(STALLED)])
         return not end.called
 
 

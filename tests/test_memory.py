@@ -36,7 +36,8 @@ from learner import Learner
 from model import megatron_model
 from plan import grid, memory, parameters
 from plan.grid import WHOLE, RankGrid
-from runlog.log import Heartbeat, RunLog, StepTimer
+from runlog.log import RunLog
+from runlog.progress import Heartbeat, StepTimer
 from weights.policy import Policy
 
 KINDS = ("tensor", "data", "expert", "expert_data")

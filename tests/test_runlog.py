@@ -18,7 +18,8 @@ from tiers import ci
 
 from knobs import Config
 from runlog import log as runlog
-from runlog import run_record
+from runlog import progress, run_record
+from runlog.progress import Heartbeat
 
 
 @pytest.fixture
@@ -105,9 +106,9 @@ def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
 ) -> None:
     """100 steps. The first takes 90 s, and 60 s of an evaluation follow it: 99 more of 150 s are 4 h 8 min."""
     now = [1000.0]
-    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     log = open_run(cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 100})}), 1, 0)
-    heartbeat = runlog.Heartbeat(0, log)
+    heartbeat = Heartbeat(0, log)
 
     def later(seconds: float, place: str = "") -> list[str]:
         now[0] += seconds

@@ -34,7 +34,6 @@ from learner import Learner
 from parallel_setup import Parallel
 from run import check, opening
 from run.sampling_ranks import Apart, Bridge, Samplers
-from runlog.log import EXIT_CODE
 from tasks.scoring import Scorer
 from weights import adapter_weights
 
@@ -259,7 +258,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
     cfg = configuration(model, tmp_path / "out", train__stall_seconds=STALL)
     ended = apart.run(4, cfg, tmp_path, apart.strike(kind, rank, *PLACES[place]))
     assert ended.codes.count(None) == (kind == "stop") and (ended.codes[rank] is None) == (kind == "stop"), ended.text
-    assert 0 not in ended.codes and EXIT_CODE in ended.codes, ended.codes
+    assert 0 not in ended.codes and STALLED in ended.codes, ended.codes
     before, after = map(re.escape, said.split("{}"))
     assert re.search(rf"{before}\d+{after}", ended.text), ended.text
 

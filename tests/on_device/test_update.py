@@ -23,7 +23,8 @@ import grpo
 from learner import MOMENTS, Learner
 from model.batches import Rollout
 from parallel_setup import Parallel
-from runlog.log import Heartbeat, RunLog, StepTimer
+from runlog.log import RunLog
+from runlog.progress import Heartbeat, StepTimer
 from weights.policy import Policy
 
 pytestmark = pytest.mark.device

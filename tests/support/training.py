@@ -19,7 +19,7 @@ from planting import Plant
 import parallel_setup
 import reward_gsm8k
 import train_grpo
-from facts.exits import AqnError, InputError, Tripped
+from facts.exits import InputError, Tripped
 from inputs.files import read_tensors
 from knobs import Config
 from lab import curves
@@ -27,7 +27,8 @@ from learner import Learner
 from model import batches
 from run import check, opening
 from runlog import log, run_record
-from runlog.log import Heartbeat, RunLog
+from runlog.log import RunLog
+from runlog.progress import Heartbeat
 from tasks.scoring import Scorer
 from weights import tiny_model
 
@@ -170,7 +171,7 @@ def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
     try:
         plant(patch)
         start(cfg, layout)
-    except (Tripped, AqnError, InputError) as error:
+    except (Tripped, InputError) as error:
         return type(error), str(error)
     finally:
         patch.undo()
