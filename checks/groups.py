@@ -18,7 +18,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from knobs import Config
 from parallel_setup import Parallel, launched_rank
-from run.sampling_ranks import Bridge
+from run.bridge import Bridge
 from runlog.log import RunLog
 from runlog.progress import Heartbeat
 

@@ -11,8 +11,8 @@ from inputs.files import MOST_RANKS, one_line
 from knobs import Config
 from plan import doctor
 from run import check, opening, sampling_ranks
+from run.bridge import Bridge
 from run.opening import Run
-from run.sampling_ranks import Bridge
 from runlog import progress, trackers
 from runlog.log import RunLog
 from runlog.progress import Heartbeat

@@ -30,9 +30,10 @@ from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import utilisation
 from rollout import Sampled
+from run.bridge import Bridge
 from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from run.sampler import Colocated, Sampler
-from run.sampling_ranks import Apart, Bridge
+from run.sampling_ranks import Apart
 from run.tripwires import Tripwires
 from runlog.log import LEGEND, RunLog
 from runlog.progress import Heartbeat, StepTimer

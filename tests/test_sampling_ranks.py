@@ -33,7 +33,8 @@ from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from run import check, opening
-from run.sampling_ranks import Apart, Bridge, Samplers
+from run.bridge import Bridge
+from run.sampling_ranks import Apart, Samplers
 from tasks.scoring import Scorer
 from weights import adapter_weights
 

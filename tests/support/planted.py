@@ -32,7 +32,8 @@ from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
 from rollout import Sampled
 from run import tripwires
-from run.sampling_ranks import Apart, Bridge, Delivery, Samplers
+from run.bridge import Bridge
+from run.sampling_ranks import Apart, Delivery, Samplers
 from weight_sync import Push
 from weights import adapter_weights, huggingface
 from weights.policy import Policy
