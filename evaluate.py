@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -34,41 +33,13 @@ from hardware import quantisation
 from inputs import hf_config
 from inputs.config import command_line, resolve_config
 from inputs.files import BAD_INPUT, one_line
-from knobs import Config, DataConfig, EvalConfig, ParallelConfig, RolloutConfig
+from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
-from tasks.scoring import Call, Score, Scorer
+from tasks.scoring import Score, Scorer
 from weights import huggingface
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-OPENING_TOKENS = 16  # at the end of a prompt; `<think>` and line breaks are at most so many
-
-
-def score(
-    answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
-) -> list[Score]:
-    """The score of each completion as an answer to its question. The stop token is left out of the text."""
-    calls = []
-    for question, completion in answers:
-        text = text_of(question.prompt, without_stop_token(completion), tokenizer)
-        calls.append(Call(text, question.gold, question.row))
-    return scorer(calls)
-
-
-def without_stop_token(completion: Completion) -> list[int]:
-    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-
-
-def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion's ``tokens``, after the opened_thinking of its ``prompt``, which it continues."""
-    return opened_thinking(prompt, tokenizer) + tokenizer.decode(tokens)
-
-
-def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The `<think>` with which a chat template ends the prompt, and the spaces after it; empty for other prompts."""
-    end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
-    return end[0] if end else ""
+    pass
 
 
 def evaluate(
@@ -211,7 +182,7 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     engine.load_weights(tensors)
     limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
     [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
-    text = text_of(prompt, without_stop_token(answer), tokenizer)
+    text = rollout.text_of(prompt, rollout.without_stop_token(answer), tokenizer)
     cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
     if cfg.reward.function:
         return f"{text}{cut}"
@@ -219,15 +190,6 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
 
 
 # --------------------------------------------------------------------------------------------------------- the command
-
-
-def data_of_sets(cfg: Config) -> dict[str, DataConfig]:
-    """For each of eval.sets the section data whose split "test" it is. Beside generated questions they are GSM8K's."""
-    source = "gsm8k" if cfg.data.source == "arithmetic" else cfg.data.source
-    return {
-        name: cfg.data.model_copy(update={"source": source, "test_path": paths})
-        for name, paths in cfg.eval.sets.items()
-    }
 
 
 def measure(cfg: Config) -> dict:
@@ -240,7 +202,7 @@ def measure(cfg: Config) -> dict:
     scorer = Scorer(cfg.reward)  # before the device
     parallel_setup.start_device(cfg)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
-    sets = {"": cfg.data} | data_of_sets(cfg)
+    sets = {"": cfg.data} | data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
@@ -259,7 +221,7 @@ def measure(cfg: Config) -> dict:
         summary, _ = evaluate(
             engine,
             held_out,
-            functools.partial(score, tokenizer=tokenizer, scorer=scorer),
+            functools.partial(rollout.score, tokenizer=tokenizer, scorer=scorer),
             cfg.eval,
             cfg.rollout,
             parallel,

@@ -5,10 +5,13 @@ A replica is a group of rollout.tensor ranks, which hold one copy of the model t
 prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that every rank has the whole rollout.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +23,12 @@ from facts.seeds import derive_seed
 from knobs import Config, RolloutConfig
 from model.batches import Rollout
 from parallel_setup import Parallel
-from tasks.scoring import Score
+from tasks.scoring import Call, Score, Scorer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPENING_TOKENS = 16  # at the end of a prompt; `<think>` and line breaks are at most so many
 Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 
@@ -160,6 +167,32 @@ def sample(
         ranks_alike=settings.tensor,
     )
     return batch, completions
+
+
+def score(
+    answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
+) -> list[Score]:
+    """The score of each completion as an answer to its question, by tasks/scoring.py. The stop token is left out."""
+    calls = []
+    for question, completion in answers:
+        text = text_of(question.prompt, without_stop_token(completion), tokenizer)
+        calls.append(Call(text, question.gold, question.row))
+    return scorer(calls)
+
+
+def without_stop_token(completion: Completion) -> list[int]:
+    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+
+
+def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion's ``tokens``, after the opened_thinking of its ``prompt``, which it continues."""
+    return opened_thinking(prompt, tokenizer) + tokenizer.decode(tokens)
+
+
+def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The `<think>` with which a chat template ends the prompt, and the spaces after it; empty for other prompts."""
+    end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
+    return end[0] if end else ""
 
 
 def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import aqn
 import data_gsm8k
-import evaluate
 import reward_gsm8k
+import rollout
 from data_gsm8k import Question, Questions
 from engines import opening
 from engines.interface import Completion
@@ -55,8 +55,8 @@ class Inputs(NamedTuple):
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
-        """As evaluate.score, with the tokenizer and the reward of the run."""
-        return evaluate.score(answers, self.tokenizer, self.scorer)
+        """As rollout.score, with the tokenizer and the reward of the run."""
+        return rollout.score(answers, self.tokenizer, self.scorer)
 
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
@@ -96,7 +96,11 @@ def check_inputs(
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     beat("the checks of the model")
-    parts = [(cfg.data, "train"), (cfg.data, "test"), *((data, "test") for data in evaluate.data_of_sets(cfg).values())]
+    parts = [
+        (cfg.data, "train"),
+        (cfg.data, "test"),
+        *((data, "test") for data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).values()),
+    ]
     questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed, beat) for part in parts)
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
@@ -134,7 +138,10 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
     first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
     method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
     parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
-    for kind, data, split in [*parts, *((name, data, "test") for name, data in evaluate.data_of_sets(cfg).items())]:
+    for kind, data, split in [
+        *parts,
+        *((name, data, "test") for name, data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).items()),
+    ]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(cfg, row) for row in rows]
         calls = [Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)]
@@ -203,7 +210,7 @@ def report(cfg: Config, ranks: int) -> str:
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
     prompt, answer = inputs.tokenizer.decode(first.prompt), right_answer(cfg, first)
-    if evaluate.opened_thinking(first.prompt, inputs.tokenizer):  # the model continues it
+    if rollout.opened_thinking(first.prompt, inputs.tokenizer):  # the model continues it
         answer = answer.removeprefix("<think>")
     start = (
         f"continues {saved.run_dir} after step {step} of {cfg.train.steps}"

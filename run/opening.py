@@ -89,7 +89,7 @@ class Run:
             {
                 "question": asked[0].question,
                 "gold": asked[0].gold,
-                "completion": evaluate.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
+                "completion": rollout.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
                 "reward": batch.rewards[0, index].item(),
                 "tokens": len(completion.tokens),
             }

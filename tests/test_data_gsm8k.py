@@ -19,7 +19,7 @@ from pyarrow import parquet
 import data_gsm8k
 from facts.exits import InputError
 from knobs import DataConfig
-from tasks import question_files
+from tasks import arithmetic, question_files
 from tasks.question_files import Row
 from weights.tiny_model import build_tokenizer
 
@@ -32,7 +32,7 @@ ROWS = [
 
 def make_model_dir(folder: Path) -> Path:
     """A model's folder without weights: a tokenizer whose chat template is ChatML, and config.json."""
-    pairs = data_gsm8k.arithmetic(1500, heldout=False, seed=1, low=1, high=49)
+    pairs = arithmetic.examples(1500, heldout=False, seed=1, low=1, high=49)
     build_tokenizer((f"user\n{question}\nassistant\n{answer}" for question, answer in pairs), 400, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     return folder
@@ -407,13 +407,13 @@ def test_further_rounds_ask_what_the_step_has_not_asked_and_depend_on_seed_step_
 # ----------------------------------------------------------------------------------------------------------- arithmetic
 def test_a_range_that_cannot_be_split_is_refused() -> None:
     """Of the pairs of one operand with itself, most are for training and some are held out, so one side is empty."""
-    sides = {data_gsm8k.held_out(low, low): low for low in range(60)}
+    sides = {arithmetic.held_out(low, low): low for low in range(60)}
     assert sides.keys() == {True, False}
     for side, low in sides.items():
         with pytest.raises(InputError, match=f"{low} to {low} has no (test|training) pair"):
-            data_gsm8k.arithmetic(9, side, 0, low, low)
+            arithmetic.examples(9, side, 0, low, low)
         with pytest.raises(InputError, match="has no (test|training) pair"):  # not an endless loop
-            data_gsm8k.problem(random.Random(0), low, low, heldout=not side)
+            arithmetic.problem(random.Random(0), low, low, heldout=not side)
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts

@@ -16,6 +16,7 @@ import pytest
 import data_gsm8k
 from facts.exits import InputError
 from inputs.config import load_config
+from tasks import arithmetic
 from weights import tiny_model
 
 MANY = (1, 3)
@@ -51,18 +52,18 @@ def parsed(answer: str) -> list[tuple[int, str, int, int]]:
 
 
 def held_out_lines(lines: list[tuple[int, str, int, int]]) -> list[bool]:
-    return [data_gsm8k.held_out(x, y) for x, _, y, _ in lines]
+    return [arithmetic.held_out(x, y) for x, _, y, _ in lines]
 
 
 def test_one_operation_gives_the_questions_and_the_warm_start_that_it_always_gave() -> None:
     """Digests of commit 840b191, before there were several operations."""
-    assert digest(data_gsm8k.arithmetic(4096, False, 0, 1, 49)) == "4cae48852fe71a4b"
-    assert digest(data_gsm8k.arithmetic(1024, True, 0, 1, 49)) == "5cdf06fc446c90c9"
+    assert digest(arithmetic.examples(4096, False, 0, 1, 49)) == "4cae48852fe71a4b"
+    assert digest(arithmetic.examples(1024, True, 0, 1, 49)) == "5cdf06fc446c90c9"
     rng, made = random.Random(0), []
     for _ in range(500):
-        problem = data_gsm8k.problem(rng, 1, 49, heldout=False)
+        problem = arithmetic.problem(rng, 1, 49, heldout=False)
         answer = tiny_model.sloppy_solution(problem, rng, 0.35, 0.55)
-        made.append((problem.question, data_gsm8k.solution(problem.lines), answer, tiny_model.drill(rng, 1, 49)))
+        made.append((problem.question, arithmetic.solution(problem.lines), answer, tiny_model.drill(rng, 1, 49)))
     assert digest(made) == "513acb8823920ac9"
     assert rng.random() == 0.673722966036232, "as many random numbers as before"
 
@@ -74,7 +75,7 @@ def test_the_recipe_of_an_older_model_is_still_that_of_one_operation() -> None:
 
 
 def test_answers_of_several_operations_are_right_and_of_every_length() -> None:
-    pairs = data_gsm8k.arithmetic(1500, True, 0, 1, 30, MANY)
+    pairs = arithmetic.examples(1500, True, 0, 1, 30, MANY)
     assert len({question for question, _ in pairs}) == 1500
     lengths = Counter()
     for question, answer in pairs:
@@ -88,16 +89,16 @@ def test_answers_of_several_operations_are_right_and_of_every_length() -> None:
 
 @pytest.mark.parametrize(("low", "high", "operations"), [(1, 30, (1, 3)), (0, 12, (2, 2))])
 def test_a_held_out_problem_begins_with_a_held_out_pair_and_a_training_problem_has_none(low, high, operations) -> None:
-    for _, answer in data_gsm8k.arithmetic(800, True, 3, low, high, operations):
+    for _, answer in arithmetic.examples(800, True, 3, low, high, operations):
         assert held_out_lines(parsed(answer))[0]
-    for _, answer in data_gsm8k.arithmetic(800, False, 3, low, high, operations):
+    for _, answer in arithmetic.examples(800, False, 3, low, high, operations):
         assert not any(held_out_lines(parsed(answer)))
 
 
 def test_the_benchmark_asks_every_held_out_pair() -> None:
     cfg = load_config("configs/bench.yaml")
-    low, high = data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
-    pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if data_gsm8k.held_out(x, y)}
+    low, high = arithmetic.LOWEST_OPERAND, cfg.data.operand_high
+    pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if arithmetic.held_out(x, y)}
     asked = {tuple(sorted(parsed(row.answer)[0][0:3:2])) for row in data_gsm8k.read(cfg.data, "test")[0]}
     assert len(pairs) == 57 and asked == pairs
 
@@ -105,9 +106,9 @@ def test_the_benchmark_asks_every_held_out_pair() -> None:
 def test_the_warm_start_never_computes_with_a_held_out_pair() -> None:
     rng = random.Random(0)
     for _ in range(1000):
-        problem = data_gsm8k.problem(rng, 1, 30, False, MANY)
+        problem = arithmetic.problem(rng, 1, 30, False, MANY)
         assert not any(held_out_lines(parsed(tiny_model.sloppy_solution(problem, rng, 0.36, 0.58))))
-        assert tiny_model.sloppy_solution(problem, rng, 1.0, 0.0) == data_gsm8k.solution(problem.lines)
+        assert tiny_model.sloppy_solution(problem, rng, 1.0, 0.0) == arithmetic.solution(problem.lines)
         text, completion = tiny_model.drill(rng, 1, 30, MANY)
         ((x, sign, y, result),) = lines = parsed(f"{text}{completion}\n####{completion[2:]}")
         assert not any(held_out_lines(lines)) and result == (x + y if sign == "+" else x - y) and 0 <= result <= 99
@@ -116,7 +117,7 @@ def test_the_warm_start_never_computes_with_a_held_out_pair() -> None:
 def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alike() -> None:
     rng, right, wrong, lines_seen = random.Random(0), Counter(), Counter(), Counter()
     for _ in range(4000):
-        problem = data_gsm8k.problem(rng, 1, 30, False, (3, 3))
+        problem = arithmetic.problem(rng, 1, 30, False, (3, 3))
         answer = parsed(tiny_model.sloppy_solution(problem, rng, 0.36, 0.58))
         before = problem.lines[0][0]
         for place, ((x, sign, y, result), (_, asked, operand, _)) in enumerate(zip(answer, problem.lines, strict=True)):
@@ -139,4 +140,4 @@ def test_more_questions_of_several_operations_than_there_are_is_refused(monkeypa
     """Operands 1 to 7 have one held-out pair, {1, 7}: 3 ways to begin x 3 templates x 64 names and items x the rest."""
     monkeypatch.setattr(data_gsm8k, "MOST_DRAWS", 1000)
     with pytest.raises(InputError, match="data.num_test: found 1000000; operands 1 to 7 give about [0-9]+ different"):
-        data_gsm8k.arithmetic(10**6, True, 0, 1, 7, (2, 2))
+        arithmetic.examples(10**6, True, 0, 1, 7, (2, 2))

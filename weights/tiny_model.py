@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 import data_gsm8k
 import parallel_setup
-from data_gsm8k import Line, Problem
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
 from facts.seeds import derive_seed
@@ -35,6 +34,8 @@ from knobs import Config, ParallelConfig
 from model import megatron_model
 from parallel_setup import Parallel
 from runlog.run_record import lock_file
+from tasks import arithmetic
+from tasks.arithmetic import Line, Problem
 from weights import huggingface
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def recipe(cfg: Config) -> dict:
     return {
         "tiny_model": cfg.tiny_model.model_dump(mode="json"),
         "config": hf_config.tiny_settings(cfg.tiny_model, cfg.row_tokens),
-        "operands": [data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high],
-    } | ({} if operations(cfg) == data_gsm8k.ONE else {"operations": list(operations(cfg))})
+        "operands": [arithmetic.LOWEST_OPERAND, cfg.data.operand_high],
+    } | ({} if operations(cfg) == arithmetic.ONE else {"operations": list(operations(cfg))})
 
 
 def operations(cfg: Config) -> tuple[int, int]:
@@ -162,9 +163,9 @@ def _write_random_model(cfg: Config, folder: Path) -> None:
     """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``."""
     (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
-    rng, low, high = random.Random(1), data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
-    problems = (data_gsm8k.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
-    texts = (f"user\n{problem.question}\nassistant\n{data_gsm8k.solution(problem.lines)}" for problem in problems)
+    rng, low, high = random.Random(1), arithmetic.LOWEST_OPERAND, cfg.data.operand_high
+    problems = (arithmetic.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
+    texts = (f"user\n{problem.question}\nassistant\n{arithmetic.solution(problem.lines)}" for problem in problems)
     build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
     huggingface.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
 
@@ -200,7 +201,7 @@ def _warm_start(
     beat: Callable[[str], None],
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
-    tiny, low, high = cfg.tiny_model, data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high
+    tiny, low, high = cfg.tiny_model, arithmetic.LOWEST_OPERAND, cfg.data.operand_high
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -236,7 +237,7 @@ def _warm_start(
 
 def _word_problem(cfg: Config, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
-    problem = data_gsm8k.problem(rng, data_gsm8k.LOWEST_OPERAND, cfg.data.operand_high, False, operations(cfg))
+    problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, cfg.data.operand_high, False, operations(cfg))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
@@ -256,21 +257,21 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
     for (_, sign, operand, _), following in itertools.zip_longest(problem.lines, problem.lines[1:]):
         for _ in range(MOST_MISTAKES):
             line = _sloppy_line(sign, x, operand, rng, right, wrong_operation)
-            if following is None or not data_gsm8k.held_out(line[3], following[2]):
+            if following is None or not arithmetic.held_out(line[3], following[2]):
                 break
         else:
-            return data_gsm8k.solution(problem.lines)
+            return arithmetic.solution(problem.lines)
         x = line[3]
         lines.append(line)
-    return data_gsm8k.solution(lines)
+    return arithmetic.solution(lines)
 
 
 def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wrong_operation: float) -> Line:
     """One operation of the teacher's answer."""
     draw = rng.random()
     if right <= draw < right + wrong_operation:
-        return data_gsm8k.line("-" if sign == "+" else "+", x, y)
-    first, sign, second, result = data_gsm8k.line(sign, x, y)
+        return arithmetic.line("-" if sign == "+" else "+", x, y)
+    first, sign, second, result = arithmetic.line(sign, x, y)
     if draw < right:
         return first, sign, second, result
     if rng.choice(["one", "ten"]) == "one":
@@ -278,18 +279,18 @@ def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wr
     return first, sign, second, result + (10 if result < 10 else rng.choice([-10, 10]))
 
 
-def drill(rng: random.Random, low: int, high: int, operations: tuple[int, int] = data_gsm8k.ONE) -> tuple[str, str]:
+def drill(rng: random.Random, low: int, high: int, operations: tuple[int, int] = arithmetic.ONE) -> tuple[str, str]:
     """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
 
     If problems have several operations, every other sum begins with any number that their results may be.
     """
     if operations[1] > 1 and rng.random() < 0.5:
-        most = data_gsm8k.largest(high)
+        most = arithmetic.largest(high)
         line = (0, "+", 0, most + 1)
-        while line[3] > most or data_gsm8k.held_out(line[0], line[2]):
-            line = data_gsm8k.line(rng.choice(["+", "-"]), rng.randint(0, most), rng.randint(low, high))
+        while line[3] > most or arithmetic.held_out(line[0], line[2]):
+            line = arithmetic.line(rng.choice(["+", "-"]), rng.randint(0, most), rng.randint(low, high))
     else:
-        (line,) = data_gsm8k.draw_lines(rng, low, high, heldout=False)
+        (line,) = arithmetic.draw_lines(rng, low, high, heldout=False)
     x, sign, y, result = line
     return f"{x} {sign} {y}", f" = {result}"
 

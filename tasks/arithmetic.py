@@ -1,0 +1,141 @@
+"""Generated arithmetic in the form of GSM8K.
+
+Training and held-out questions are split by the unordered pair of their first operands: no operation of training has
+a held-out pair, not even as an error.
+"""
+
+import itertools
+import operator
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from facts.exits import InputError
+from facts.seeds import derive_seed
+
+NAMES = ["Tom", "Mia", "Ben", "Eva", "Sam", "Lily", "Max", "Anna"]
+ITEMS = ["apples", "pens", "books", "coins", "eggs", "cards", "shells", "stamps"]
+TEMPLATES = {
+    "+": [
+        "{name} has {x} {items} and finds {y} more. How many {items} does {name} have now?",
+        "There are {x} {items} in a box. {name} puts in {y} more. How many {items} are in the box?",
+        "{name} buys {x} {items} on Monday and {y} {items} on Tuesday. How many {items} did {name} buy?",
+    ],
+    "-": [
+        "{name} has {x} {items} and gives away {y}. How many {items} are left?",
+        "There are {x} {items} in a box. {name} takes out {y}. How many {items} stay in the box?",
+        "{name} had {x} {items} and lost {y} of them. How many {items} does {name} have now?",
+    ],
+}
+# Sentences of the later operations of a question, which go on from the result so far, and the question after them.
+LATER = {
+    "+": ["Then {y} more come.", "A friend brings {y}.", "Later {name} picks up {y}.", "On Friday {name} wins {y}."],
+    "-": ["Then {y} get lost.", "A friend borrows {y}.", "Later {name} sells {y}.", "On Friday {name} drops {y}."],
+}
+ASKED = "How many {items} are there now?"
+OPERATIONS = {"+": operator.add, "-": operator.sub}
+LOWEST_OPERAND = 1
+ONE = (1, 1)  # the fewest and the most operations of a question
+MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
+
+Line = tuple[int, str, int, int]  # (37, "-", 25, 12): one operation of an answer and its result
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    lines: tuple[Line, ...]  # the right ones; each begins with the result of the line before it
+
+
+def held_out(x: int, y: int) -> bool:
+    """Whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49, one in eight.
+
+    A pair is held out of both operations. Otherwise a teacher who adds instead of subtracting would teach its sum.
+    """
+    return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
+
+
+def examples(
+    num: int, heldout: bool, seed: int, low: int, high: int, operations: tuple[int, int] = ONE
+) -> list[tuple[str, str]]:
+    """`num` different (question, worked answer) pairs with operands low..high, from held-out operand pairs or others.
+
+    InputError if the range leaves training or test without a pair, or has fewer than `num` questions.
+    """
+    for part in (True, False):
+        draw_lines(random.Random(0), low, high, part)  # InputError if there is no pair
+    split = "test" if heldout else "train"
+    wordings = 3 * len(NAMES) * len(ITEMS)  # three templates
+    of_pairs = (
+        (2 if x == y else 3) * wordings  # x + y, y + x and larger - smaller
+        for x in range(low, high + 1)
+        for y in range(x, high + 1)
+        if held_out(x, y) == heldout
+    )
+    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
+    short = f"data.num_{split}: found {num}; operands {low} to {high} give {{}} different questions"
+    if available < num and operations == ONE:
+        raise InputError(short.format(available))
+    rng = random.Random(derive_seed(seed, "arithmetic", split))
+    pairs: dict[str, str] = {}
+    repeats = 0
+    while len(pairs) < num:
+        made = problem(rng, low, high, heldout, operations)
+        repeats = repeats + 1 if made.question in pairs else 0
+        if repeats > MOST_DRAWS and operations != ONE:  # of one operation the number is known exactly
+            raise InputError(short.format(f"about {len(pairs)}"))
+        pairs[made.question] = solution(made.lines)  # a repeated question has the same answer and changes nothing
+    return list(pairs.items())
+
+
+def draw_lines(
+    rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE
+) -> tuple[Line, ...]:
+    """The operations of a problem; InputError if 10,000 draws give none.
+
+    A held-out problem begins with a held-out pair. A training problem has no held-out pair in any operation. No result
+    is negative or larger than `largest(high)`.
+    """
+    fewest, most = operations
+    num = rng.randint(fewest, most) if fewest < most else fewest
+    for _ in range(MOST_DRAWS):
+        sign, x, y = rng.choice(["+", "-"]), rng.randint(low, high), rng.randint(low, high)
+        if held_out(x, y) != heldout:
+            continue
+        lines = [line(sign, x, y)]
+        while len(lines) < num:
+            sign, x, y = rng.choice(["+", "-"]), lines[-1][3], rng.randint(low, high)
+            if (y > x if sign == "-" else x + y > largest(high)) or (not heldout and held_out(x, y)):
+                break
+            lines.append(line(sign, x, y))
+        else:
+            return tuple(lines)
+    raise InputError(
+        f"data.operand_high: {low} to {high} has no {'test' if heldout else 'training'} pair; use a wider range"
+    )
+
+
+def largest(high: int) -> int:
+    """The largest result of a problem with operands of at most ``high``."""
+    return max(99, 2 * high)
+
+
+def line(sign: str, x: int, y: int) -> Line:
+    """x + y, or the smaller number subtracted from the larger one."""
+    x, y = (max(x, y), min(x, y)) if sign == "-" else (x, y)
+    return x, sign, y, OPERATIONS[sign](x, y)
+
+
+def problem(rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE) -> Problem:
+    """A word problem drawn from `rng` of at least operations[0] and at most operations[1] operations."""
+    first, *later = lines = draw_lines(rng, low, high, heldout, operations)
+    text, name, items = rng.choice(TEMPLATES[first[1]]), rng.choice(NAMES), rng.choice(ITEMS)
+    if later:
+        sentences = [rng.choice(LATER[sign]).replace("{y}", str(y)) for _, sign, y, _ in later]
+        text = " ".join([text[: text.index(" How many")], *sentences, ASKED])
+    return Problem(text.format(name=name, items=items, x=first[0], y=first[2]), lines)
+
+
+def solution(lines: Sequence[Line]) -> str:
+    """The worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
+    return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
