@@ -5,32 +5,26 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 the trainer, the reference and the evaluations do not.
 """
 
-import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import aqn
 from engines import vllm_colocated
-from engines.interface import Completion, Engine, Stack, TensorStream
+from engines.interface import Engine, Stack, TensorStream
+from engines.probe import Probe
 from facts.architectures import modules
 from facts.exits import InputError, Tripped
 from hardware import device as devices
 from knobs import Config
 from lora_megatron import LoRAGroupedLinear
-from model import megatron_model
 from model.megatron_model import GroupedLinear
-from parallel_setup import Parallel, gather
+from parallel_setup import gather
 from plan import grid, parameters
 from weights import adapter_weights, huggingface
 from weights.policy import Policy
 
-# Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
-# of a sound run may differ by 0.8 nats, which is 0.006 in the mean of 128.
-PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
 # (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
 FLAT = 2.0
@@ -48,6 +42,7 @@ class Push:
         self.cfg, self.policy, self.engine = cfg, policy, engine
         self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
         arch, parallel = policy.arch, policy.parallel
+        self.probe = Probe(engine, policy, cfg.rollout)
         self.stacks: dict[str, Stack] = {}
         self.clean_norms: dict[str, Tensor] = {}  # of the norms that noise changes
         if cfg.aqn.schedule != "off":
@@ -140,7 +135,7 @@ class Push:
             return
         bound = self.cfg.largest_gap
         for push in ("the first push", "a second push of the same policy"):
-            gap = self._gap(probe)
+            gap = self.probe.gap(probe)
             if not gap <= bound:
                 raise Tripped(
                     f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
@@ -186,14 +181,14 @@ class Push:
         )
         report, gap, shift = aqn.NoiseReport(0.0), 0.0, 0.0
         if sigma:
-            gap = self._gap(probe)
+            gap = self.probe.gap(probe)
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.
             half = probe[: -(-len(probe) // 2)]
-            clean = self._answers(half, FLAT)
+            clean = self.probe.answers(half, FLAT)
             noisy_tensors = aqn.perturb(touched.items(), self.clean_norms, sigma=sigma, seed=cfg.train.seed, step=step)
             self._load(self.engine.load_weights, noisy_tensors)
             report = noisy_tensors.result()
-            noisy = self._answers(half, FLAT)
+            noisy = self.probe.answers(half, FLAT)
             pairs = [zip(after.logp, before.logp, strict=False) for after, before in zip(noisy, clean, strict=True)]
             shift = max(abs(after - before) for pair in pairs for after, before in pair)
             shift = -self.parallel.max_over_ranks(-shift)  # the smallest of all ranks
@@ -234,61 +229,6 @@ class Push:
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _answers(self, prompt: list[int], temperature: float) -> list[Completion]:
-        """The engine's answers to ``prompt``, always with the same random numbers."""
-        (answers,) = self.engine.sample(
-            [prompt],
-            seeds=[0],
-            num_samples=PROBE_ANSWERS,
-            max_new_tokens=min(PROBE_TOKENS, self.cfg.rollout.max_new_tokens),
-            temperature=temperature,
-        )
-        return answers
-
-    @torch.no_grad()
-    def _gap(self, prompt: list[int]) -> float:
-        """Mean difference of the log-probs of engine and trainer for the engine's answers to ``prompt``, nats a token.
-
-        The largest of all ranks' engines, the same number on every rank. Collective: the trainer computes all answers
-        on all ranks. A wrong engine gives other answers, but tensor ranks must compute the same tokens.
-        """
-        mine = [(tuple(answer.tokens), answer.logp) for answer in self._answers(prompt, self.cfg.rollout.temperature)]
-        everyones = self.parallel.gather_objects(mine)
-        trainers = self._trainer_logp(prompt, list(dict.fromkeys(tokens for rank in everyones for tokens, _ in rank)))
-        apart = [torch.cat([trainers[tokens] - torch.tensor(logp) for tokens, logp in rank]) for rank in everyones]
-        largest = torch.stack([one.abs().mean() for one in apart]).max().item()  # a NaN counts as the largest
-        return self.parallel.max_over_ranks(largest)
-
-    def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
-        """Answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
-        device = self.parallel.device
-        rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
-        tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
-        position = torch.arange(tokens.shape[1]) - len(prompt)
-        mask = ((position >= 0) & (position < torch.tensor([[len(answer)] for answer in answers]))).long()
-        logp, *_ = megatron_model.token_logprobs(
-            self.model, tokens.to(device), mask.to(device), self.parallel, self.cfg.rollout.temperature
-        )
-        return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
-
-    def first_differing_layer(self, prompt: list[int], bound: float) -> str:
-        """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
-        ours = layer_outputs(self.model, prompt, self.parallel)
-        theirs = self.engine.layer_outputs(prompt)
-        if not theirs:
-            return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
-        ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
-        sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-        differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
-        by_rank = self.parallel.gather_rows(differences)  # (ranks, L)
-        for layer, difference in enumerate(by_rank.unbind(1)):
-            wrong = (~(difference <= bound)).nonzero().flatten().tolist()
-            if wrong:
-                ranks = "" if len(wrong) == len(difference) else f", on rank {', '.join(map(str, wrong))} alone"
-                share = f"{difference.max():.2g} of its largest value"
-                return f"layer {layer} is the first whose output differs, by {share}{ranks}"
-        return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
-
     def _merged_stacks(self) -> Iterator[tuple[str, Tensor]]:
         """The stacks of experts that LoRA adapts. Collective."""
         for name, linear in self._experts():
@@ -322,19 +262,3 @@ class Push:
 def _total(sums: list[Tensor]) -> float:
     """The sum of scalars in fp64 on the host. It waits for the device once, not once for each scalar."""
     return torch.stack(sums).cpu().double().sum().item() if sums else 0.0
-
-
-@torch.no_grad()
-def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly
-    outputs: list[Tensor] = []
-    with contextlib.ExitStack() as hooks:
-        for layer in model.decoder.layers:
-            hooks.enter_context(layer.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
-        megatron_model.hidden_states(model, torch.tensor([prompt + padding], device=parallel.device))
-    if model.config.sequence_parallel:
-        outputs = [gather_from_sequence_parallel_region(output) for output in outputs]
-    return [output[: len(prompt), 0] for output in outputs]

@@ -225,7 +225,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     }
     figures["wrong"] = judged(figures, experts)
     if not figures["gap_mean"] <= bound:
-        figures["wrong"] += f"; {push.first_differing_layer(probe, bound)}"
+        figures["wrong"] += f"; {push.probe.first_differing_layer(probe, bound)}"
     engine.close()
     return figures
 

@@ -70,7 +70,7 @@ class Sampler:
     def first_differing_layer(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push."""
         self.push_policy.clean()
-        return self.push_policy.first_differing_layer(self.probe, bound)
+        return self.push_policy.probe.first_differing_layer(self.probe, bound)
 
 
 class Colocated:

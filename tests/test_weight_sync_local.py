@@ -28,6 +28,7 @@ from torch import Tensor
 import lora_megatron
 from engines import opening, vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
+from engines.probe import Probe
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
@@ -130,7 +131,7 @@ def on_a_rank(parallel: Parallel, path: Path) -> dict[str, object]:
         "shards": {name: tensor.clone() for name, tensor in vllm_colocated.shards(model, arch, parallel)},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Push, "_gap", lambda self, prompt: 0.0)  # a Keeper cannot compute log-probs
+        patch.setattr(Probe, "gap", lambda self, prompt: 0.0)  # a Keeper cannot compute log-probs
         return found | {"both ways": both_ways(parallel, path)}
 
 
