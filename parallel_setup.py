@@ -106,7 +106,7 @@ def lost_others(error: BaseException) -> bool:
     gloo and HCCL raise a plain RuntimeError, in words of their own; so only the place where it was raised tells.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    collectives = "torch.distributed", "sampling_ranks"  # Bridge has groups of its own
+    collectives = "torch.distributed", "run.bridge"  # which has groups of its own
     return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith(collectives)
 
 

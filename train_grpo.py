@@ -5,9 +5,8 @@
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model with its LoRA adapters switched off.
 P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone; with dynamic
-sampling, further rounds also depend on the outcomes of the rounds before. Where the steps are: 1 weight_sync.py and
-aqn.py; 2 rollout.py, data_gsm8k.py and reward_gsm8k.py; 3 grpo.py; 4 learner.py and lora_megatron.py. How a run starts
-and ends: run/command.py and run/opening.py.
+sampling, further rounds also depend on the outcomes of the rounds before. Where the steps are: 1 weight_sync.py, aqn.py;
+2 rollout.py, data_gsm8k.py, reward_gsm8k.py; 3 grpo.py; 4 learner.py, lora_megatron.py. How a run starts and ends: run/.
 """
 
 import sys
