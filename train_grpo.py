@@ -3,16 +3,13 @@
     torchrun --nproc_per_node=16 train_grpo.py configs/qwen3.yaml [section.key=value ...]
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
-GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the same model with its LoRA adapters switched off.
-P questions, G completions of each question. Questions, samples and noise depend on (seed, step) alone; with dynamic
-sampling, further rounds also depend on the outcomes of the rounds before. Where the steps are: 1 weight_sync.py, aqn.py;
-2 rollout.py, data_gsm8k.py, reward_gsm8k.py; 3 grpo.py; 4 learner.py, lora_megatron.py. How a run starts and ends: run/.
+GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the model with its LoRA adapters switched off.
+Questions, samples and noise depend on (seed, step) alone, and with dynamic sampling on the outcomes before.
 """
 
 import sys
 
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
-sys.path.insert(0, __file__.rpartition("/")[0])
+sys.path.insert(0, __file__.rpartition("/")[0])  # PYTHONSAFEPATH and `python -P` leave it out
 
 from runlog import progress
 
@@ -36,23 +33,23 @@ def train(run: Run) -> None:
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A. Noise is
-        # added to the sampler's copy only. It is on these ranks (run/sampler.py), or on others (run/sampling_ranks.py).
+        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
+        # (weight_sync.py). Noise is added to its copy only (aqn.py). It is on these ranks, or on others (run/).
         with timer.phase("sync"):
             sampler.push(step)
 
-        # 2. Sample and score G completions for each of P questions.
+        # 2. Sample and score G completions for each of P questions (rollout.py, data_gsm8k.py, reward_gsm8k.py).
         with timer.phase("generate"):
             sampled, push_metrics = sampler.sample(step)
             run.check_questions(step, sampled)
         batch = sampled.batch
 
-        # 3. Compare each score with its group's.
+        # 3. Compare each score with its group's (grpo.py).
         if cfg.reward.permute:  # the control experiment: nothing can be learned from shuffled rewards
             batch.rewards = grpo.shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
         advantages = grpo.group_advantages(batch.rewards, functions.advantage(cfg.loss.advantage))  # (P, G)
 
-        # 4. Update the adapters on the clipped objective: one optimizer step for every prompts_per_update questions.
+        # 4. Update the adapters on the clipped objective, once for every prompts_per_update questions (learner.py).
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
@@ -65,7 +62,7 @@ def train(run: Run) -> None:
     run.finish()
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:  # run/ starts and ends a run
     return command.main(arguments, train, __doc__)
 
 
