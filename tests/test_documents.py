@@ -62,7 +62,7 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
             assert key in kinds[0].model_fields, f"{line}: {section}.{key}: no such key"
 
 
-@pytest.mark.parametrize("script", ["report", "sweep", *map(ci, ["train_grpo", "preflight", "export", "config"])])
+@pytest.mark.parametrize("script", ["report", "sweep", *map(ci, ["train_grpo", "preflight", "export", "evaluate"])])
 def test_help_of_every_command_is_printed(script: str) -> None:
     done = subprocess.run([sys.executable, f"{script}.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout
