@@ -1,12 +1,13 @@
-"""Adaptive quantisation noise (AQN, arXiv 2510.11696): Gaussian noise on RMSNorm weights of the sampler's copy only.
+"""Adaptive quantisation noise (AQN, arXiv 2510.11696) on the RMSNorm weights of the sampler's copy.
 
     norms = norm_targets(arch, ["attention", "experts"])                which norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise
     noisy = perturb(weights, clean, sigma=..., seed=..., step=...)      each push; a stream
     check_report(noisy.result())                                        after the stream was read
 
-The noise is a function of (seed, step, name of the norm). It is added to the clean weight each time. Everything that
-reads a norm's output sees its noise: the norm before the experts is also that of the router and the shared expert.
+The noise is Gaussian, and a function of (seed, step, name of the norm). It is added to the clean weight each time.
+Everything that reads a norm's output sees its noise: the norm before the experts is also that of the router and the
+shared expert.
 h hidden size. Names are Hugging Face's.
 """
 

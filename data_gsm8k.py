@@ -1,6 +1,7 @@
-"""Questions and their prompts: those of files (tasks/question_files.py), or generated ones (tasks/arithmetic.py).
+"""Questions and their prompts: those of files, or generated arithmetic in the form of GSM8K.
 
-Which questions a step asks depends on (seed, step) alone.
+tasks/question_files.py reads the files, tasks/arithmetic.py generates. Which questions a step asks depends on (seed,
+step) alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every knob of a run: its type, its default, its bounds, and one sentence that says what it does.
+"""Every key of a configuration: its type, its default, its bounds, and one sentence that says what it does.
 
 inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank.
 """

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) on Megatron's column and row parallel linears, on grouped experts, and on the router.
+"""LoRA (arXiv 2106.09685) on Megatron's linear layers, on the grouped experts, and on the router.
 
 y = base(x) + (alpha / R) B A x in fp32 factors. A is random and B is zero, so an adapted model starts as its base.
 A column-parallel linear holds A whole and B split by output rows; a row-parallel linear holds A split by input columns

@@ -1,6 +1,6 @@
-"""Ranks, process groups and reductions: tensor (TP), expert (EP) and data (DP) parallelism on Megatron's groups.
+"""Ranks, process groups and reductions: tensor, expert and data parallelism on Megatron's groups.
 
-The rank grid is TP x DP for everything but the experts, and EP x expert_data for the experts:
+The rank grid is tensor (TP) x data (DP) for everything but the experts, and expert (EP) x expert_data for the experts:
 TP x DP = EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.
 
 The group of all ranks uses gloo on every device. What it transfers (metrics, barriers, objects) is small and lies on

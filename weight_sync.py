@@ -1,4 +1,4 @@
-"""Handing the policy to the engine: the whole model once, then what training changes, with the noise of the step.
+"""Step 1: give the engine the policy, first the whole model, then what training changes, with noise.
 
 With rollout.sync adapter the engine keeps the base weights and gets the LoRA factors; with merged it gets whole weights
 with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise:

@@ -1,1 +1,1 @@
-"""What samples, and whether it has the policy."""
+"""What samples (the embedded sampler, vLLM), and the test of whether it has the policy."""

@@ -1,1 +1,1 @@
-"""Tables: models, engines, devices, variables, limits, checks, exits, seeds. Imports no other room, and no torch."""
+"""Tables that every room reads: models, engines, devices, exit codes, seeds. Imports no room and no torch."""

@@ -1,1 +1,1 @@
-"""The only files that may name an accelerator."""
+"""Devices, kernels and quantisation: the only files that may name an accelerator."""

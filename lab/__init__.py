@@ -1,1 +1,1 @@
-"""What is known after a run. Needs no torch."""
+"""What is known after a run: records, comparisons, curves. Needs no torch."""

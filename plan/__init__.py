@@ -1,1 +1,1 @@
-"""What is known before a run. Needs neither torch nor a device."""
+"""What is known before a run: memory, seconds, layouts that fit. Needs neither torch nor a device."""

@@ -1,1 +1,1 @@
-"""What surrounds the loop: the last check of the input, the opening, the sampler, the tripwires, and how a run ends."""
+"""What surrounds the loop: the last check of the input, the start, the sampler, the tripwires, the end."""
