@@ -1,7 +1,7 @@
-"""Records of runs and the reports about them: RESULTS.md, comparisons with intervals, repeats.
+"""Keeps and compares the records of runs, and writes the pages that follow from them.
 
     python report.py add out/RUN ... [--id NAME]    store finished runs as results/NAME.parquet, which must be new
-    python report.py build                          write RESULTS.md, two pages beside it, and the figures
+    python report.py build                          write RESULTS.md, two pages beside it, figures, README's tree
     python report.py --check                        exit 1 if a record was changed, or a page is not what they say
     python report.py --check --against REV          and if since commit REV a record was changed or removed
     python report.py rerun ID [--run]               print the commands that repeat a run (--run: execute and compare)
@@ -233,7 +233,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
     adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
-    verbs.add_parser("build", help="write RESULTS.md, the pages beside it, and the figures")
+    verbs.add_parser("build", help="write RESULTS.md, the pages beside it, the figures, and the tree of README.md")
     repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
     repeating.add_argument("id")
     repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")

@@ -1,6 +1,8 @@
-"""The generated parts of RESULTS.md, docs/benchmark.md and results/README.md, and the figures beside them."""
+"""The generated parts of RESULTS.md, docs/benchmark.md and the READMEs, and the figures beside them."""
 
+import ast
 import itertools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +32,11 @@ def build(results: Path, page: Path) -> None:
 
 
 def stale(results: Path, page: Path) -> list[str]:
-    """One sentence for each page that is not what the records say."""
+    """One sentence for each page that is not what the records, or the docstrings of the code, say."""
     plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
     pages = wanted(results, page, plan, steps, comparisons.compare(steps, plan))
     edited = [path for path, text in pages.items() if read_text(path) != text]
-    return [f"{path}: not what the records say; needed: report.py build" for path in edited]
+    return [f"{path}: not what report.py build writes; needed: report.py build" for path in edited]
 
 
 def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
@@ -43,6 +45,8 @@ def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", mad
         page: results_page(plan, made, steps),
         page.parent / "docs" / "benchmark.md": benchmark_page(plan, made),
         results / "README.md": files_table(steps),
+        page.parent / "README.md": tree(page.parent),
+        page.parent / "README.zh.md": tree(page.parent),
     }
     return {path: _between_marks(path, text) for path, text in generated.items() if path == page or path.exists()}
 
@@ -169,6 +173,34 @@ def files_table(steps: "pandas.DataFrame") -> str:
             "commits": first_three(commits),
         })  # fmt: skip
     return table(rows)
+
+
+# ------------------------------------------------------------------------------------------------ the tree of README.md
+
+
+def tree(root: Path) -> str:
+    """The Python files at the top level of a checkout and its rooms, a line each, as a code block.
+
+    The line of a file has the first sentence of its docstring; that of a room the docstring of its __init__.py, which
+    is its rule. The commands, which are the files that can be started, come first.
+    """
+    groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, "rooms": {}}
+    for path in sorted(root.glob("*.py")):
+        text = read_text(path)
+        kind = "commands" if 'if __name__ == "__main__":' in text else "the method"
+        groups[kind][path.name] = re.split(r"(?<=[.?])\s", docstring(text), maxsplit=1)[0]
+    for path in sorted(root.glob("*/__init__.py")):
+        groups["rooms"][f"{path.parent.name}/"] = docstring(read_text(path))
+    lines = []
+    for kind, phrases in groups.items():
+        lines.append(f"# {kind}")
+        lines += [f"{name:<18} {phrase}" for name, phrase in phrases.items()]
+    return "\n".join(["```", *lines, "```"])
+
+
+def docstring(source: str) -> str:
+    """The docstring of a module with single spaces; empty if there is none."""
+    return " ".join((ast.get_docstring(ast.parse(source)) or "").split())
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

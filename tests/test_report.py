@@ -1,4 +1,6 @@
-"""RESULTS.md follows from the records, --check notices when it does not, and the commands do what they say."""
+"""RESULTS.md follows from the records and README's tree from the docstrings, --check notices when they do not, and the
+commands do what they say.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,21 @@ families:
       - {method: absent, base: base, title: Never run, predicted: smaller, missing: seed 3 stopped}
 """
 
+SOURCES = {
+    "begin.py": '"""Begins at 1.5 of two\nlines. And more."""\n\nif __name__ == "__main__":\n    pass\n',
+    "adds.py": '"""What is added?\n\nDetails."""\n',
+    "room/__init__.py": '"""A rule. And its second sentence."""\n',
+    "room/inside.py": '"""Not in the tree."""\n',
+}
+TREE = """```
+# commands
+begin.py           Begins at 1.5 of two lines.
+# the method
+adds.py            What is added?
+# rooms
+room/              A rule. And its second sentence.
+```"""
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,8 +63,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded.add_variants(folder)
     (folder / "docs").mkdir()
     (folder / "results" / "plan.yaml").write_text(PLAN)
-    for page in ("RESULTS.md", "docs/benchmark.md", "results/README.md"):
+    for page in ("RESULTS.md", "docs/benchmark.md", "results/README.md", "README.md"):
         (folder / page).write_text(TEXT)
+    (folder / "room").mkdir()
+    for file, source in SOURCES.items():
+        (folder / file).write_text(source)
     pages.build(folder / "results", folder / "RESULTS.md")
     git(folder, "init", "-q", "-b", "main")
     commit(folder)
@@ -98,6 +118,17 @@ def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: P
     assert "empty: no record" in capsys.readouterr().err
 
 
+def test_the_tree_has_the_first_sentence_of_each_file_and_the_rule_of_each_room(project: Path) -> None:
+    assert f"{pages.BEGIN}\n\n{TREE}\n\n{pages.END}" in (project / "README.md").read_text()
+
+
+def test_the_tree_of_the_repository_is_that_of_its_docstrings() -> None:
+    tree = pages.tree(ROOT)
+    assert all(re.fullmatch(r"# .+|```|[\w./]+ +\S.+[.?]", line) for line in tree.splitlines()), tree
+    for page in ("README.md", "README.zh.md"):
+        assert f"{pages.BEGIN}\n\n{tree}\n\n{pages.END}" in (ROOT / page).read_text(), f"{page}: report.py build"
+
+
 # ---------------------------------------------------------------- --check
 
 
@@ -131,9 +162,10 @@ def merged_with_a_change(project: Path) -> None:
 
 
 FAULTS = {
-    "RESULTS.md: not what the records say": lambda project: edited_number(project / "RESULTS.md"),
-    "benchmark.md: not what the records say": lambda project: edited_number(project / "docs" / "benchmark.md"),
-    "README.md: not what the records say": lambda project: edited_number(project / "results" / "README.md"),
+    "RESULTS.md: not what report.py build writes": lambda project: edited_number(project / "RESULTS.md"),
+    "benchmark.md: not what report.py build writes": lambda project: edited_number(project / "docs" / "benchmark.md"),
+    "results/README.md: not what report.py build writes": lambda project: edited_number(project / "results/README.md"),
+    "project/README.md: not what report.py build writes": lambda project: edited_docstring(project / "adds.py"),
     "variants.parquet: changed or removed since HEAD": edited_parquet,
     "variants.parquet: changed or removed since BASE": edited_and_committed,
     "variants.parquet: changed or removed since BASE, renamed": replaced_by_another_name,
@@ -144,6 +176,10 @@ FAULTS = {
 def edited_number(path: Path) -> None:
     before, begin, after = path.read_text().partition(pages.BEGIN)
     path.write_text(before + begin + re.sub(r"\d", "0", after.replace("0", "9"), count=1))
+
+
+def edited_docstring(path: Path) -> None:
+    path.write_text(path.read_text().replace("added", "taken away"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
