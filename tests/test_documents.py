@@ -36,6 +36,14 @@ def test_links_lead_to_files_and_headings() -> None:
             assert heading in found, f"{path} links to {target}"
 
 
+def test_the_files_that_a_contributor_is_sent_to_exist() -> None:
+    """Those that CONTRIBUTING.md names without a link; FILE and NAME stand for a file of the reader's."""
+    named = re.findall(r"(?<![\w./])[\w./]+\.(?:py|yaml)\b", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 30
+    for name in named:
+        assert "FILE" in name or "NAME" in name or (ROOT / name).exists(), name
+
+
 def script_of(line: str) -> str:
     """The script or module that a command line runs, as a path from the repository's folder."""
     module, script = re.search(r"(?:bash|python|torchrun) (?:-m (\S+)|(?:-\S+ )*(\S+))", line).groups()
