@@ -19,7 +19,7 @@ KERNEL_GAP = 0.02  # nats a token between kernels for two orders of memory; docs
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats a token
 
-# A check -> when it fires. `report.py build` writes the table of docs/checks.md from it.
+# A check -> when it fires. A test compares the table of docs/checks.md with it.
 CHECKS = {
     "reward_constant": f"all rewards of the first {CONSTANT_STEPS} steps are equal",
     "unparsable": f"more than {100 * UNPARSABLE_SHARE:g} % of the completions of a step hold no answer",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import export
 import lora_megatron
+from facts import limits
 from inputs import hf_config
 from inputs.config import load_config
 from model import megatron_model
@@ -212,7 +213,7 @@ def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("stack", [2**26, 1500])  # elements that are merged at once
 def test_a_merged_model_is_what_the_push_hands_to_the_engine_bit_for_bit(kind, width, stack, tmp_path, monkeypatch):
     """Also for narrow experts, whose products round differently in another order of their factors."""
-    monkeypatch.setattr(hf_config, "STACK", stack)
+    monkeypatch.setattr(limits, "STACK", stack)
     path = reference.save(kind, tmp_path / "base", moe_intermediate_size=width, num_key_value_heads=4)
     (unequal,) = world.in_layouts(["TP1"], unequal_to_the_push, path)["TP1"]
     assert unequal == {"torch.float32": [], "torch.bfloat16": []}

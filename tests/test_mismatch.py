@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import sys
 from pathlib import Path
 
 import pytest
 import training
 from planting import Plant
-from source import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from planted_fault import named_faults
-
+from checks.planted_fault import named_faults
 from facts.exits import InputError, Tripped
 
 pytestmark = pytest.mark.nightly

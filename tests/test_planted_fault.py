@@ -5,7 +5,6 @@ test_mismatch.py has the faults of the sampler in whole runs.
 
 import json
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,11 @@ import training
 import world
 from planting import instead
 from sampled import FREE, Model, assert_alike
-from source import ROOT
 from torch import Tensor
 from vllm_ranks import PROMPTS, SEEDS
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import planted_fault
-from planted_fault import named_faults
-
+from checks import planted_fault
+from checks.planted_fault import named_faults
 from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
 from facts.exits import InputError

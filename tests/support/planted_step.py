@@ -27,6 +27,7 @@ import weight_sync
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
 from learner import Learner
+from model import batches
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel
 from run import check, opening
@@ -41,7 +42,7 @@ def masks(change: Callable[[Tensor], Tensor]) -> Plant:
         micro.mask = change(micro.mask)
         return micro
 
-    return after(rollout, "pack", masked)
+    return after(batches, "pack", masked)
 
 
 def in_batch(change: Callable[[Rollout], None]) -> Plant:
@@ -224,7 +225,7 @@ FAULTS: dict[str, Plant] = {
     "the first token masked": masks(lambda mask: mask * mask.roll(1, 1)),
     "half of the tokens masked": masks(lambda mask: mask * (torch.arange(mask.shape[1]) % 2)),
     "both ranks train the same half": after(
-        rollout, "plan", lambda shares, *_: [[share[0]] * len(share) for share in shares]
+        batches, "plan", lambda shares, *_: [[share[0]] * len(share) for share in shares]
     ),
     "only the last micro-batch counts": before(Learner, "_loss", lambda trainer, *_: trainer.policy.model.zero_grad()),
     "another mean over tokens": instead(
