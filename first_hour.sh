@@ -130,9 +130,9 @@ steps=("$config" eval.num_questions=32 "${overrides[@]}" train.steps=3 eval.ever
 where=$("$PYTHON" preflight.py --where "${steps[@]}" ${RANKS:+--ranks "$RANKS"}) || exit 2   # it has said why
 IFS=$'\t' read -r device ranks graphs name out <<<"$where"
 case $device in
-    npu) source ./npu_env.sh ;;
-    cuda) source ./cuda_env.sh ;;
-    cpu) source ./setup_cpu.sh && set_variables ;;
+    npu) source launch/npu_env.sh ;;
+    cuda) source launch/cuda_env.sh ;;
+    cpu) source launch/setup_cpu.sh && set_variables ;;
 esac
 visible=${ASCEND_RT_VISIBLE_DEVICES:-${CUDA_VISIBLE_DEVICES:-$(compgen -G "/dev/davinci[0-9]*" || compgen -G "/dev/nvidia[0-9]*" || true)}}
 if [ "$device" != cpu ] && [ -z "$RANKS" ] && [ -n "$visible" ]; then
@@ -153,7 +153,7 @@ tested=1   # the self-test has layouts of 1, 2, 4, 8 and 16 ranks
 while [ "$tested" -lt 16 ] && [ $((2 * tested)) -le "$ranks" ]; do tested=$((2 * tested)); done
 state=$({
     printf '%s\n' "${run[@]}" "$ranks" "$GIB"
-    sha256sum "$config" ./*.py ./*/*.py ./*.sh
+    sha256sum "$config" ./*.py ./*/*.py ./*.sh ./*/*.sh
     "$PYTHON" -c 'import sys; sys.path.insert(0, "."); from runlog import run_record; print(run_record.environment(0))'
 } | sha256sum)
 

@@ -74,7 +74,7 @@ def rerun_commands(record: Record, results: Path) -> str:
         lines += [
             f"PYTHON={quoted('python' + '.'.join(machine['python'].split('.')[:2]))} VENV=.venv",
             f"TORCH_INDEX=${{TORCH_INDEX:-{TORCH_INDEX}}}",
-            "source ./setup_cpu.sh",
+            """source "./$(git ls-files '*setup_cpu.sh')"  # at the top level in older commits""",
             " ".join(["set_up cpu", *packages]),
         ]
         if from_package:

@@ -20,5 +20,5 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 
 cd "$(dirname "$0")"
 CONFIG=configs/qwen3.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=12 EXTRA=()
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

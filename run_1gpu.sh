@@ -25,5 +25,5 @@ PYTHON=${PYTHON:-python3}                          # with requirements/cuda.txt
 
 cd "$(dirname "$0")"
 DEVICE=cuda NODES=1 RANKS_PER_NODE=1 EXTRA=("device=cuda" "rollout.tensor=1" "rollout.expert_parallel=false")
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

@@ -48,5 +48,5 @@ elif [ -z "$RENDEZVOUS" ]; then
     echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2
     exit 2
 fi
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

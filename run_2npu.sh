@@ -18,5 +18,5 @@ PYTHON=${PYTHON:-python3}                          # with requirements/npu.txt a
 cd "$(dirname "$0")"
 CONFIG=configs/qwen3.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=2
 EXTRA=(rollout.tensor=2 rollout.expert_parallel=true model.quantisation=int4 lora.expert_rank=16 rollout.kv_cache_mib=4096)
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

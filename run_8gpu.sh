@@ -16,5 +16,5 @@ PYTHON=${PYTHON:-python3}                          # with requirements/cuda.txt
 
 cd "$(dirname "$0")"
 CONFIG=configs/qwen3.yaml DEVICE=cuda NODES=1 RANKS_PER_NODE=8 EXTRA=("device=cuda" "rollout.expert_parallel=false")
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

@@ -17,5 +17,5 @@ PYTHON=${PYTHON:-python3}                     # with requirements/npu.txt and Mi
 
 cd "$(dirname "$0")"
 CONFIG=configs/qwen15_moe.yaml DEVICE=npu NODES=1 RANKS_PER_NODE=8 EXTRA=()
-source ./launch.sh
+source launch/launch.sh
 launch "$@"

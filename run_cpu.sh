@@ -25,7 +25,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 fi
 cd "$(dirname "$0")"
 
-source ./setup_cpu.sh
+source launch/setup_cpu.sh
 set_variables
 if [ "${1:-}" = --vllm ]; then
     shift

@@ -27,7 +27,7 @@ fi
 case $GSM8K in "" | /*) ;; *) GSM8K=$PWD/$GSM8K ;; esac   # the folder changes in the next line
 cd "$(dirname "$0")"
 
-source ./setup_cpu.sh
+source launch/setup_cpu.sh
 set_variables
 set_up cpu smol
 

@@ -32,7 +32,7 @@ export TRACKERS_DIR                   # the trackers of tests/test_trackers.py h
 export SERVE_DIR                      # the server of tests/test_serve.py has it on its path
 export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
 
-source ./setup_cpu.sh
+source launch/setup_cpu.sh
 set_variables
 set_up cpu test vllm smol
 

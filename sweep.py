@@ -187,8 +187,8 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
     # On a CPU, packages found in the folders of these two variables would replace the pinned ones.
     environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ON_CPU
     if job.cfg.device in ("npu", "cuda"):
-        # The file is $0.
-        command = ["bash", "-euo", "pipefail", "-c", 'source "$0"; exec "$@"', f"./{job.cfg.device}_env.sh", *command]
+        variables = f"launch/{job.cfg.device}_env.sh"  # $0 of this bash
+        command = ["bash", "-euo", "pipefail", "-c", 'source "$0"; exec "$@"', variables, *command]
         environment = dict(os.environ)
     with open(log, "ab") as output:
         return subprocess.Popen(

@@ -5,8 +5,9 @@
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
 affects both. The figures are medians of CPU seconds. Before the timed steps, the trainer computes log-probs and the
-loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which setup_cpu.sh
-makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without CUDA.
+loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which
+launch/setup_cpu.sh makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without
+CUDA.
 """
 
 import json
@@ -32,7 +33,8 @@ BARS = {  # ours over TRL
     "smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70,
 }  # fmt: skip
 MEMORY_BAR = 0.7
-SET_UP = "set -euo pipefail; source ./setup_cpu.sh; set_variables; set_up bench"  # with PYTHON, VENV and TORCH_INDEX
+# With PYTHON, VENV and TORCH_INDEX.
+SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
 PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 
@@ -102,7 +104,7 @@ def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> li
 
 
 def trl_python() -> Path:
-    """The interpreter of .venv-bench. setup_cpu.sh makes it if it is not complete; its errors end this program."""
+    """The interpreter of .venv-bench. launch/setup_cpu.sh makes it if it is incomplete; its errors end this program."""
     environment = {"TORCH_INDEX": TORCH_INDEX} | os.environ | {"PYTHON": sys.executable, "VENV": ".venv-bench"}
     if code := subprocess.run(["bash", "-c", SET_UP], cwd=cases.ROOT, env=environment, stdout=sys.stderr).returncode:
         sys.exit(code)

@@ -17,7 +17,7 @@ class Kind(NamedTuple):
     refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
     prefers_factors: bool = False  # in bf16 it holds LoRA factors apart from the weights
     packs_on: tuple[str, ...] = ()  # devices on which it packs its experts, so that a trainer cannot compute with them
-    packages: str = ""  # the set of packages that setup_cpu.sh installs for it
+    packages: str = ""  # the set of packages that launch/setup_cpu.sh installs for it
 
 
 def whole_experts(device: str, *, routes: bool, adapter: bool) -> bool:

@@ -1,8 +1,9 @@
 """The one table of what a run needs around it: environment variables, versions that belong together, builds.
 
 hardware/device.py and engines/ set and refuse variables by this table, and the doctor examines a machine by it. Tests
-compare it with npu_env.sh, cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a public document, or
-a repository with a version. The rows for NPU and CUDA come from these sources and have not run on one yet. No torch.
+compare it with launch/npu_env.sh, launch/cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a
+public document, or a repository with a version. The rows for NPU and CUDA come from these sources and have not run on
+one yet. No torch.
 """
 
 import re
@@ -29,7 +30,7 @@ class Variable:
         return value == self.value or value in self.accepted
 
 
-# --------------------------------------------------------------------------------------- set by npu_env.sh, cuda_env.sh
+# ------------------------------------------------------------------------- set by launch/npu_env.sh, launch/cuda_env.sh
 
 _TOKENIZERS = Variable(
     "TOKENIZERS_PARALLELISM", "false", "the tokenizer's threads do not survive a fork",
@@ -100,8 +101,8 @@ START: dict[str, tuple[Variable, ...]] = {
     ),
 }  # fmt: skip
 
-# Set by setup_cpu.sh, and for the jobs of sweep.py and of benchmarks on a CPU. One thread a process, because the number
-# of threads changes the last bits of results.
+# Set by launch/setup_cpu.sh, and for the jobs of sweep.py and of benchmarks on a CPU. One thread a process, because the
+# number of threads changes the last bits of results.
 ON_CPU = {"OMP_NUM_THREADS": "1"} | {variable.name: variable.value for variable in (_TOKENIZERS, _OFFLINE)}
 
 # ------------------------------------------------------------------- set by hardware/device.py, for train.deterministic
@@ -203,12 +204,12 @@ _ON_NPU = {variable.name: variable for variable in START["npu"]}
 
 
 def when_unset(name: str) -> str:
-    """The value that a variable of npu_env.sh has for its reader if it is unset."""
+    """The value that a variable of launch/npu_env.sh has for its reader if it is unset."""
     return _ON_NPU[name].unset
 
 
 def advice(name: str) -> str:
-    """The command that sets a variable of npu_env.sh to its value there."""
+    """The command that sets a variable of launch/npu_env.sh to its value there."""
     return f"export {name}={_ON_NPU[name].value}"
 
 

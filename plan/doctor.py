@@ -190,7 +190,7 @@ def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Fou
 
 
 def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
-    """A time-out of npu_env.sh."""
+    """A time-out of launch/npu_env.sh."""
     unset = variables.when_unset(name)
     return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
 

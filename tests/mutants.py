@@ -524,7 +524,7 @@ def main() -> None:
     parser.add_argument("--against", metavar="REVISION")
     args = parser.parse_args(own)
     if args.command in ("run", "check") and os.environ.get("OMP_NUM_THREADS") != "1":
-        variables = 'source ./setup_cpu.sh; set_variables; exec "$@"'
+        variables = 'source launch/setup_cpu.sh; set_variables; exec "$@"'
         os.execvp("bash", ["bash", "-c", variables, "bash", *sys.orig_argv])
     if args.command == "choose":
         return choose()

@@ -58,7 +58,7 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
         script = ROOT / script_of(line)
         assert script.exists(), line
         more = {"preflight.py": [*ROOT.glob("plan/*.py"), *ROOT.glob("checks/*.py")]}.get(
-            script.name, ROOT.glob("launch.sh")
+            script.name, ROOT.glob("launch/launch.sh")
         )
         source = "".join(file.read_text() for file in (script, *more))
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line.partition(script.name)[2]):

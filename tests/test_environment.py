@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -> None:
-    text = (ROOT / f"{kind}_env.sh").read_text()
+    text = (ROOT / "launch" / f"{kind}_env.sh").read_text()
     exports = [re.sub(r"\s+#", " #", line.strip()) for line in text.splitlines() if re.match(r"\s*export \w+=", line)]
     exports = [line for line in exports if not line.startswith("export LD_PRELOAD=")]  # a path it looks for
     # Each line sets a variable where the user has not.

@@ -127,7 +127,7 @@ def test_every_stage_is_repeated_when_something_has_changed(hour) -> None:
 
 
 def test_an_npu_has_its_variables_and_devices_and_graphs_that_fail_do_not_fail_the_hour(hour) -> None:
-    (hour.folder / "steps").write_text("echo $HCCL_CONNECT_TIMEOUT of npu_env.sh")
+    (hour.folder / "steps").write_text("echo $HCCL_CONNECT_TIMEOUT of launch/npu_env.sh")
     (hour.folder / "graphs").write_text("echo RuntimeError: no capture; exit 1")
     shutil.copy(ROOT / "configs" / "qwen3.yaml", hour.config)
     code, ran, said = hour.start("name=tiny_cpu", ASCEND_RT_VISIBLE_DEVICES="0,1,4,5")
@@ -136,7 +136,7 @@ def test_an_npu_has_its_variables_and_devices_and_graphs_that_fail_do_not_fail_t
     assert "result: failed: graphs." in said and stages[""]["passed"]
     assert (stages[""]["device"], stages[""]["ranks"]) == ("npu", 4)
     assert stages["graphs"]["reason"] == "RuntimeError: no capture"
-    assert Path(stages["steps"]["log"]).read_text() == "1800 of npu_env.sh\n"
+    assert Path(stages["steps"]["log"]).read_text() == "1800 of launch/npu_env.sh\n"
 
 
 def test_a_model_that_does_not_learn_fails_its_stage_alone(hour) -> None:

@@ -26,7 +26,7 @@ from inputs.config import load_config
 from inputs.rules import check_layout, sides
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted(ROOT.glob("*.sh")), *sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
 
 # Answers for Python, pip, venv, torchrun and the trainer. `-c` goes to the real interpreter, whose path is replaced by
 # the stub's own, so that the environment is "made" by the stub and its bin/python is the stub again. A space inside an
@@ -100,10 +100,10 @@ PINS = {
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a folder"  # with a space, as many have
     aside = [f".cache/{name}" for name in ("megatron-core-0.19.2", "torch_npu-2.13.0", "trackers", "serve")]
-    for folder in ("bin", "requirements", *aside):
+    for folder in ("bin", "launch", "requirements", *aside):
         (root / folder).mkdir(parents=True)
-    for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "setup_cpu.sh"):
-        shutil.copy(ROOT / name, root)
+    for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "launch/setup_cpu.sh"):
+        shutil.copy(ROOT / name, root / name)
     for name, pins in PINS.items():
         (root / "requirements" / f"{name}.txt").write_text(pins)
     made = Checkout(root)
@@ -331,7 +331,7 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layo
     assert {f"--nnodes={machines}", f"--nproc_per_node={ranks}", "--tee=3", "--log-dir=out/logs"} <= set(command)
     assert ("--standalone" in command) == (machines == 1)
     assert checked(command, model) == layout
-    sourced = "cuda_env.sh" if "gpu" in script else "npu_env.sh"
+    sourced = "launch/cuda_env.sh" if "gpu" in script else "launch/npu_env.sh"
     for name, value in re.findall(r'^export (\w+)="\$\{\w+:-(.*?)\}"', (ROOT / sourced).read_text(), re.M):
         assert f"export {name}={value}" in lines
     doctor, plan = (shlex.split(line) for line in lines[-3:-1])

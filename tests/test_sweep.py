@@ -271,7 +271,7 @@ def test_an_interrupted_sweep_ends_its_jobs_and_no_other_process(
 
 
 def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Path, monkeypatch) -> None:
-    """On a CPU, that of run_cpu.sh; on an NPU, CANN's packages stay and npu_env.sh is read, as launch.sh does."""
+    """On a CPU, that of run_cpu.sh; on an NPU, CANN's packages stay and launch/npu_env.sh is read."""
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\nenv\n")
     stub.chmod(0o755)

@@ -97,7 +97,7 @@ def host_environment(python: str, stub: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TASK_QUEUE_ENABLE": "0",  # each operator is finished when its call returns
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",  # as npu_env.sh; the stub maps no virtual memory
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",  # as launch/npu_env.sh; the stub maps no virtual memory
     }
 
 

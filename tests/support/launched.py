@@ -16,7 +16,7 @@ import pytest
 from source import ROOT
 
 VARIABLES = {"OMP_NUM_THREADS": "1"}
-# Set before a restart, as in launch.sh. Without it no other program can take the port before the first rank does.
+# Set before a restart, as in launch/launch.sh. Without it, no other program can take the port before the first rank.
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

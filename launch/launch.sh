@@ -16,8 +16,8 @@ if [ "${RESTARTS:-0}" != 0 ]; then
 fi
 
 case $DEVICE in   # at the top level, as CANN's scripts expect
-    npu) source ./npu_env.sh ;;
-    cuda) source ./cuda_env.sh ;;
+    npu) source launch/npu_env.sh ;;
+    cuda) source launch/cuda_env.sh ;;
 esac
 
 # Prints the head of the script, and what all of them do.
@@ -35,8 +35,8 @@ END
 
 # Prints the variables that npu_env.sh or cuda_env.sh, the script and this file have set and unset, as commands.
 print_environment() {
-    local name files=("./${0##*/}" launch.sh)
-    [ "$DEVICE" = cpu ] || files=("${DEVICE}_env.sh" "${files[@]}")
+    local name files=("./${0##*/}" launch/launch.sh)
+    [ "$DEVICE" = cpu ] || files=("launch/${DEVICE}_env.sh" "${files[@]}")
     sed -n 's/^ *export \([A-Z_]*\)=.*/\1/p' "${files[@]}" | while read -r name; do
         if [ -n "${!name+set}" ]; then printf 'export %s=%q\n' "$name" "${!name}"; fi
     done
