@@ -1,15 +1,26 @@
-# Runs the doctor, preflight.py and torchrun. The run_*.sh scripts of accelerators source this file and call:   launch "$@"
-# They set
+# Runs the doctor, preflight.py and torchrun. Each run_*.sh of accelerators is a row of settings: it sets
 #   CONFIG DEVICE                      which run; npu, cuda or cpu
-#   NODES RANKS_PER_NODE               how many machines, with how many processes on each
+#   RANKS_PER_NODE                     the processes of a machine
 #   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
-#   MODEL TRAIN TEST OUT               paths; with "" those of the configuration are used
-#   EXTRA                              further section.key=value pairs of the script
+#   EXTRA                              further section.key=value pairs
 #   GIB                                memory of a device for the plan, if it is not that of the plan's own
-#   RENDEZVOUS                         several machines: host:port of the first one
+#   NODES RENDEZVOUS                   several machines: how many, and host:port of the first one
 #   SAMPLERS                           the last so many ranks only sample; LAYOUT is that of the others
-#   PYTHON                             the interpreter
+# and then sources this file, which goes to the root of the checkout and starts the run.
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
+
+set -euo pipefail
+
+# --- yours to change -------------------------------------------------------------------------------------------------
+MODEL=${MODEL:-}             # folder of the Hugging Face model, as downloaded; "": model.path of the configuration
+TRAIN=${TRAIN:-}             # questions, .jsonl or .parquet; "": data.train_path of the configuration
+TEST=${TEST:-}               # held-out questions; "": data.test_path of the configuration
+OUT=${OUT-out}               # runs, checkpoints, logs; "": train.out_dir of the configuration
+PYTHON=${PYTHON:-python3}    # with requirements/npu.txt and MindSpeed (docs/npu.md), or with requirements/cuda.txt
+NODES=${NODES:-1}            # machines; run_2node.sh sets 2
+# ---------------------------------------------------------------------------------------------------------------------
+
+cd "$(dirname "$0")"
 
 if [ "${RESTARTS:-0}" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
@@ -23,12 +34,16 @@ esac
 # Prints the head of the script, and what all of them do.
 usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
+    printf '\n  bash %s [--plan-only | --groups] [section.key=value ...]\n' "${0##*/}"
     cat <<'END'
 
 --plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. --groups proves and times every
 process group in place of the training. Otherwise the doctor checks the machine first, and
 preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
 checkpoint. Exit code: 1 refused or failed, 2 unusable input.
+
+From the environment: LAYOUT (the line LAYOUT= of the script names those that fit); MODEL, TRAIN, TEST (paths; otherwise
+those of the configuration); OUT (folder of runs and logs); PYTHON; and what launch/launch.sh says.
 END
     exit
 }
@@ -54,6 +69,8 @@ launch() {
             *) echo "error: $argument: expected section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
         esac
     done
+    [ "$NODES" = 1 ] || [ -n "${RENDEZVOUS:-}" ] ||
+        { echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
         { echo "error: LAYOUT: $LAYOUT: expected tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
 
@@ -65,7 +82,8 @@ launch() {
     fi
     [ "$samplers" = 0 ] || overrides+=("rollout.ranks=$samplers" "rollout.staleness=1")
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
-    [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN" "data.test_path=$TEST")
+    [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN")
+    [ -z "$TEST" ] || overrides+=("data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")
     overrides+=("${EXTRA[@]}")
     # With := a key that this run does not read gets a note, and no error: the command line may choose another engine.
@@ -112,3 +130,5 @@ launch() {
     "${plan[@]}"            # refuses a layout that does not fit, and names those that do
     exec "${torchrun[@]}"   # exec: signals reach torchrun, which ends its processes
 }
+
+launch "$@"

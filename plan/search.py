@@ -331,10 +331,10 @@ def overrides(verdict: Verdict, asked: Config) -> list[str]:
 
 
 def scripts(config: Path, device: str) -> dict[int, str]:
-    """Number of ranks -> the run script that starts so many on one node with this configuration file."""
+    """Number of ranks -> the script that is the row of so many ranks on one node with this configuration file."""
     found = {}
     for path in ROOT.glob("run_*.sh"):
-        head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) NODES=1 RANKS_PER_NODE=(\d+)", path.read_text(), re.M)
+        head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name
     return found

@@ -18,7 +18,7 @@ from tiers import ci, nightly
 
 EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
 FIRST, FEW = "run_6npu.sh tp2_ep3", ["run_8gpu.sh tp4_ep8", "run_2npu.sh tp2_ep2"]
-OTHER_SIZES = ("run_1gpu.sh", "run_2node.sh", "run_2node_apart.sh")  # one rank, and 32
+OTHER_SIZES = ("run_1gpu.sh", "run_2node.sh")  # one rank, and 32
 OTHERS = [name for name in run_scripts.NAMES if name not in (FIRST, *FEW) and name.split()[0] not in OTHER_SIZES]
 
 

@@ -115,11 +115,28 @@ def checkout(tmp_path: Path) -> Checkout:
 # ---- every script ---------------------------------------------------------------------------------------------------
 
 
+ROWS = [script for script in run_scripts.SCRIPTS if script != "run_2node.sh"]
+STRICT = "\nset -euo pipefail\n"
+SOURCED = 'source "$(dirname "$0")/launch/launch.sh"'
+
+
+def test_a_script_of_one_machine_is_a_row_of_settings_that_launch_sh_runs() -> None:
+    """Its own lines do nothing that could fail; launch.sh is strict from its first command on."""
+    for script in ROWS:
+        *lines, last = (ROOT / script).read_text().splitlines()
+        assert last == SOURCED and 6 <= len(lines) <= 8, script
+        assert all(re.fullmatch(r"#.*||[A-Z]+=.*", line) for line in lines), script
+        assert [line.partition("=")[0] for line in lines if "=" in line][0] == "CONFIG", script
+    first = re.search(r"^[^#\n].*", (ROOT / "launch" / "launch.sh").read_text(), re.M)
+    assert first[0] == STRICT.strip()
+
+
 def test_scripts_are_strict_give_reasons_for_what_they_export_and_shellcheck_finds_nothing() -> None:
     for script in SCRIPTS:
         text = script.read_text()
         if text.startswith("#!"):  # a file without it is sourced by one that has it
-            assert "\nset -euo pipefail\n" in text and os.access(script, os.X_OK), script.name
+            assert STRICT in text or script.name in ROWS, script.name
+            assert os.access(script, os.X_OK), script.name
         for line in re.findall(r"^\s*(?:export|unset)\s.*", text, re.M):
             assert re.search(r"\S\s+# \w", line), f"{script.name}: no reason beside: {line}"
     shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
@@ -298,14 +315,14 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
 # ---- the runs on accelerators ---------------------------------------------------------------------------------------
 
 OLMOE = json.loads((ROOT / "configs" / "OLMoE-1B-7B-0924-Instruct.config.json").read_text())
-RUNS = {  # script -> (processes, machines, model, layout)
+RUNS = {  # one of run_scripts.STARTS -> (processes, machines, model, layout)
     "run_16npu.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
     "run_12npu.sh": (12, 1, QWEN3_30B_A3B, (4, 4)),
     "run_8npu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
     "run_6npu.sh": (6, 1, QWEN15_MOE, (2, 3)),
     "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 32)),
-    "run_2node_apart.sh": (16, 2, QWEN3_30B_A3B, (4, 16)),
+    run_scripts.APART: (16, 2, QWEN3_30B_A3B, (4, 16)),
     "run_2npu.sh": (2, 1, QWEN3_30B_A3B, (2, 2)),
     "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_1gpu.sh": (1, 1, OLMOE, (1, 1)),
@@ -323,7 +340,7 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
     return cfg.parallel.tensor, cfg.parallel.expert
 
 
-@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
+@pytest.mark.parametrize("script", run_scripts.STARTS)
 def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layout(script: str) -> None:
     ranks, machines, model, layout = RUNS[script]
     lines, command = run_scripts.planned(script)
@@ -348,19 +365,20 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layo
     ("own", "arguments", "code"),
     [
         ({}, (), 0),
-        ({"CONFIG": "configs/qwen15_moe.yaml", "MODEL": ""}, ("rollout.kv_cache_mib=9216",), 0),
-        ({"CONFIG": "configs/qwen3.yaml", "MODEL": "", "GIB": "139"}, ("model.quantisation=int4",), 0),
-        ({"CONFIG": "configs/qwen3.yaml", "MODEL": ""}, ("model.quantisation=int4",), 1),  # not on 80 GB
+        ({"CONFIG": "configs/qwen15_moe.yaml"}, ("rollout.kv_cache_mib=9216",), 0),
+        ({"CONFIG": "configs/qwen3.yaml", "GIB": "139"}, ("rollout.sync=adapter",), 0),
+        ({"CONFIG": "configs/qwen3.yaml", "GIB": "139"}, ("model.quantisation=int4",), 0),
+        ({"CONFIG": "configs/qwen3.yaml"}, ("model.quantisation=int4",), 1),  # not on 80 GB
         ({}, ("rollout.engine=torch", "rollout.prompts_per_step=16", "optim.prompts_per_update=4"), 0),
     ],
 )
-def test_one_gpu_holds_the_models_that_its_script_names(own, arguments, code) -> None:
+def test_one_gpu_holds_the_models_that_docs_gpu_md_names(own, arguments, code) -> None:
     plan = run_scripts.start("run_1gpu.sh", "--plan-only", *arguments, PYTHON=sys.executable, **own)
     assert plan.returncode == code and ("\nverdict: fits\n" in plan.stdout) == (code == 0), plan.stdout[-1500:]
     assert "tensor 1 x data 1 = expert 1" in plan.stdout
 
 
-@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
+@pytest.mark.parametrize("script", run_scripts.STARTS)
 def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script: str) -> None:
     """As can other questions. A key of the command line that nobody reads is still refused."""
     own = ("rollout.engine=torch", "data.source=arithmetic", "lora.targets=[linear_qkv]")
@@ -373,14 +391,15 @@ def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script:
 
 
 def test_users_own_settings_reach_the_run() -> None:
-    own = {"MODEL": "/m/q", "HCCL_BUFFSIZE": "100", "OUT": "/o", "LAYOUT": "tp4_ep8"}
+    own = {"MODEL": "/m/q", "TEST": "/t", "HCCL_BUFFSIZE": "100", "OUT": "/o", "LAYOUT": "tp4_ep8"}
     lines, command = run_scripts.planned("run_16npu.sh", "data.instruction=a b", "parallel.tensor=2", **own)
-    assert {"data.instruction=a b", "model.path:=/m/q", "train.out_dir:=/o", "--log-dir=/o/logs"} <= set(command)
+    assert {"data.instruction=a b", "model.path:=/m/q", "data.test_path:=/t", "train.out_dir:=/o"} <= set(command)
+    assert "--log-dir=/o/logs" in command and not any("train_path" in word for word in command)  # the configuration's
     assert "export HCCL_BUFFSIZE=100" in lines
     assert checked(command, QWEN3_30B_A3B) == (2, 8)  # the command line's own comes last
     done = run_scripts.start("run_16npu.sh", "train.steps")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: train.steps: expected")
-    plan = run_scripts.start("run_12npu.sh", "--plan-only", PYTHON=sys.executable, **{"MODEL": ""})
+    plan = run_scripts.start("run_12npu.sh", "--plan-only", PYTHON=sys.executable)
     assert plan.returncode == 0 and plan.stdout.endswith("\n\nverdict: fits\n") and "estimated run: " in plan.stdout
     plan = run_scripts.start("run_16npu.sh", "--plan-only", "parallel.expert=5", PYTHON=sys.executable)
     assert plan.returncode == 1 and "verdict: refused\n  parallel.expert: 5" in plan.stdout

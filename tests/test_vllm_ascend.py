@@ -120,7 +120,8 @@ def cases(folder: Path) -> dict[str, dict]:
     found = {}
     for name in LAYOUTS:
         job = run_scripts.job(name)
-        overrides = [text.replace("model.path:=models", f"model.path:={folder}") for text in job.overrides]
+        model = Path(config.load_config(ROOT / job.config, job.overrides).model.path).name
+        overrides = [*job.overrides, f"model.path={folder / model}"]
         for mode, eager in (("eager", "true"), ("graphs", "false")):
             found[f"{name} {mode}"] = {
                 "config": str(ROOT / job.config),

@@ -12,6 +12,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 ON_A_CPU = ("run_cpu.sh", "run_smol.sh", "run_tests.sh")
 SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name not in ON_A_CPU)
+APART = "run_2node.sh SAMPLERS=16"  # the second machine only samples
+STARTS = [*SCRIPTS, APART]
 
 
 class Training(NamedTuple):
@@ -23,9 +25,11 @@ class Training(NamedTuple):
 
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The script, in the repository and a plain environment."""
-    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"} | environment
-    command = ["bash", str(ROOT / script), *arguments]
+    """The script, or one of STARTS, in the repository and a plain environment."""
+    name, *settings = script.split()
+    known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"}
+    known |= dict(setting.split("=") for setting in settings) | environment
+    command = ["bash", str(ROOT / name), *arguments]
     return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
 
 
@@ -45,19 +49,21 @@ def training(command: list[str]) -> Training:
     return Training(path, overrides, number["nnodes"] * number["nproc_per_node"])
 
 
-def layouts(script: str) -> set[str]:
-    """The layouts that the script offers: its default, and those that the comment beside it names."""
-    offered = re.search(r"^LAYOUT=.*$", (ROOT / script).read_text(), re.M)
-    return set(re.findall(r"tp\d+_ep\d+", offered[0]))
+def layouts(start: str) -> list[str]:
+    """The layouts that a script offers: those of its line LAYOUT=, or of the line of the setting in one of STARTS."""
+    script, *settings = start.split()
+    line = settings[0].partition("=")[0] if settings else "LAYOUT"
+    offered = re.search(rf"^{line}=.*$", (ROOT / script).read_text(), re.M)
+    return sorted({*re.findall(r"tp\d+_ep\d+", offered[0])})
 
 
-NAMES = [f"{script} {layout}" for script in SCRIPTS for layout in sorted(layouts(script))]  # all layouts of all scripts
+NAMES = [f"{start} {layout}" for start in STARTS for layout in layouts(start)]
 
 
 def job(name: str) -> Training:
     """What a script starts in the layout of one of NAMES."""
-    script, layout = name.split()
-    return training(planned(script, LAYOUT=layout)[1])
+    start, _, layout = name.rpartition(" ")
+    return training(planned(start, LAYOUT=layout)[1])
 
 
 def shipped() -> dict[str, Training]:
