@@ -30,7 +30,7 @@ from hardware import device as devices
 from hardware import kernels, quantisation
 from hardware.quantisation import Packed
 from inputs import hf_config
-from inputs.rules import check_layout
+from inputs.rules import refuse_first, trainer_problems
 from knobs import Config
 from model import packing
 from parallel_setup import Parallel
@@ -314,6 +314,6 @@ def main(arguments: list[str]) -> int:
     """Exit code 0: every operator is right. 1: one is wrong; the table names it. 2: the input cannot be used."""
     return launched.ask(
         launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
-        lambda cfg, ranks: check_layout(cfg, hf_config.planned(cfg)[0], ranks),
+        lambda cfg, ranks: refuse_first(trainer_problems(cfg, hf_config.planned(cfg)[0], ranks)),
         answer,
     )

@@ -35,7 +35,7 @@ from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
 from inputs.files import refuse_used
-from inputs.rules import check_sides
+from inputs.rules import problems, refuse_first
 from knobs import Config
 from learner import Learner
 from model import batches, megatron_model, routing_replay
@@ -289,7 +289,7 @@ def refuse(cfg: Config, ranks: int) -> None:
     arch = hf_config.parse(settings(cfg))
     if cfg.rollout.ranks:
         raise InputError("rollout.ranks: --layers needs trainer and sampler on the same ranks; needed: 0")
-    check_sides(cfg, arch, ranks)
+    refuse_first(problems(cfg, arch, ranks))
 
 
 def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:

@@ -13,7 +13,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
 from inputs import capacity
-from inputs.rules import layout_sizes, sampler_problems
+from inputs.rules import batch_sizes, engine_shards, refuse_first, sampler_problems
 from knobs import Config
 
 
@@ -23,8 +23,9 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     vllm_engine.check_installed(device)
     vllm_ascend.check_environment(device)
     on_device = cfg.model_copy(update={"device": device})  # rules about a device need its name, not auto
-    for problem in (*layout_sizes(on_device), *sampler_problems(on_device, arch, ranks)):
-        raise InputError(problem)
+    refuse_first(engine_shards(cfg.rollout, cfg.parallel, device))
+    refuse_first(batch_sizes(cfg.optim, cfg.rollout, cfg.data))
+    refuse_first(sampler_problems(on_device, arch, ranks))
     in_runner_2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     if device == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
         # vllm-ascend 0.30.0rc2, platform.py, _validate_routing_replay_config

@@ -7,7 +7,7 @@ sizes that work.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
@@ -16,7 +16,23 @@ from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.limits import ELEMENT_BYTES, cache_mib, int4_problem
 from inputs.files import shown
-from knobs import GENERATED, Config
+from knobs import (
+    GENERATED,
+    AqnConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    TinyModelConfig,
+    TrainConfig,
+)
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
@@ -30,7 +46,11 @@ ENGINE_TORCH = "(or rollout.engine torch)"
 
 def problems(cfg: Config, arch: Architecture | None = None, ranks: int | None = None) -> list[str]:
     """The messages of all broken rules: without ``arch`` and ``ranks`` those that need neither."""
-    found = [*layout_sizes(cfg), *other_values(cfg)]
+    found = [
+        *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
+        *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
+        *other_values(cfg),
+    ]
     if arch is not None and ranks is not None:
         for side in sides(cfg, ranks):
             found += [f"{side.name}: {problem}" if side.name else problem for problem in side_problems(side, arch)]
@@ -39,37 +59,40 @@ def problems(cfg: Config, arch: Architecture | None = None, ranks: int | None = 
 
 def other_values(cfg: Config) -> list[str]:
     """Broken rules that need neither the model nor the number of ranks, and are not about the layout."""
-    return [*_engine_keys(cfg), *_data(cfg), *_method(cfg), *_tiny_model(cfg)]
+    return [
+        *_vllm_temperatures(cfg.rollout, cfg.eval),
+        *_vllm_adapter(cfg.rollout, cfg.lora, apart=cfg.keeps_factors_apart),
+        *_data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step),
+        *_loss(cfg.loss, cfg.rollout),
+        *_overlong(cfg.reward, cfg.rollout),
+        *_targets(cfg.lora),
+        *_steps(cfg.train, cfg.aqn),
+        *(_tiny_model(cfg.tiny_model) if cfg.tiny_model else []),
+    ]
 
 
-def check_sides(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """InputError for the first of problems."""
-    for problem in problems(cfg, arch, ranks):
-        raise InputError(problem)
-
-
-def check_layout(cfg: Config, arch: Architecture, world_size: int) -> None:
-    """InputError for the first of trainer_problems."""
-    for problem in trainer_problems(cfg, arch, world_size):
+def refuse_first(broken: Iterable[str]) -> None:
+    """InputError for the first message of ``broken`` rules, if there is one."""
+    for problem in broken:
         raise InputError(problem)
 
 
 # ---------------------------------------------------------------------------------------- keys this run would not read
 
 
-def _no_warm_start(cfg: Config) -> bool:
-    return cfg.tiny_model is None or cfg.tiny_model.warm_start_steps == 0
+def _no_warm_start(tiny: TinyModelConfig | None) -> bool:
+    return tiny is None or tiny.warm_start_steps == 0
 
 
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
-    (_no_warm_start, "tiny_model.warm_start_steps is 0",
+    (lambda c: _no_warm_start(c.tiny_model), "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
     (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
-    (lambda c: c.data.source != "arithmetic" and _no_warm_start(c), "data.source is not arithmetic",
+    (lambda c: c.data.source != "arithmetic" and _no_warm_start(c.tiny_model), "data.source is not arithmetic",
      "data.operand_high data.operations_low data.operations_high"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
@@ -112,43 +135,49 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def layout_sizes(cfg: Config) -> Iterator[str]:
-    """Sizes that must fit each other. With rollout.expert_parallel vLLM's shards are those of the trainer."""
-    rollout, parallel, optim = cfg.rollout, cfg.parallel, cfg.optim
-    if rollout.expert_parallel and cfg.device in ("cpu", "cuda"):
-        yield f"rollout.expert_parallel: device {cfg.device} packs vLLM's weights; needed: npu {STREAMED}"
+def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
+    """With rollout.expert_parallel vLLM's shards are those of the trainer. ``device``: as the key, or resolved."""
+    if rollout.expert_parallel and device in ("cpu", "cuda"):
+        yield f"rollout.expert_parallel: device {device} packs vLLM's weights; needed: npu {STREAMED}"
     # With rollout.ranks `sides` chooses sizes that fit.
     if rollout.expert_parallel and not rollout.ranks and rollout.tensor != parallel.tensor:
         yield (
             f"rollout.tensor: {rollout.tensor} with rollout.expert_parallel splits attention differently than "
             f"parallel.tensor {parallel.tensor}; needed: the same {STREAMED}"
         )
+
+
+def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) -> Iterator[str]:
+    """A step divides into equal updates, and a micro-batch holds one row."""
     if rollout.prompts_per_step % optim.prompts_per_update:
         working = divisors(rollout.prompts_per_step)
         yield (
             f"optim.prompts_per_update: {optim.prompts_per_update} does not divide rollout.prompts_per_step "
             f"{rollout.prompts_per_step}; nearest: {nearest(optim.prompts_per_update, working)}"
         )
-    if cfg.row_tokens > optim.tokens_per_micro_batch:
+    row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
+    if row_tokens > optim.tokens_per_micro_batch:
         yield (
             f"optim.tokens_per_micro_batch: {optim.tokens_per_micro_batch} cannot hold one row of "
-            f"data.max_prompt_tokens {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{rollout.max_new_tokens} = {cfg.row_tokens} tokens"
+            f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{rollout.max_new_tokens} = {row_tokens} tokens"
         )
 
 
-def _engine_keys(cfg: Config) -> Iterator[str]:
-    """What vLLM cannot do, whatever the model."""
-    rollout, lora = cfg.rollout, cfg.lora
+def _vllm_temperatures(rollout: RolloutConfig, evaluation: EvalConfig) -> Iterator[str]:
     if rollout.engine != "vllm":
         return
-    for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": cfg.eval.temperature}.items():
+    for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": evaluation.temperature}.items():
         if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             yield (
                 f"{key}: {value} is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to "
                 f"{HIGHEST_TEMPERATURE:g}"
             )
-    if not cfg.keeps_factors_apart:
+
+
+def _vllm_adapter(rollout: RolloutConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
+    """What vLLM cannot do with LoRA factors ``apart`` from the weights, whatever the model."""
+    if rollout.engine != "vllm" or not apart:
         return
     if rollout.expert_parallel:
         yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
@@ -163,15 +192,16 @@ def _engine_keys(cfg: Config) -> Iterator[str]:
         )
 
 
-def _data(cfg: Config) -> Iterator[str]:
-    data, prompts = cfg.data, cfg.rollout.prompts_per_step
+def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[str]:
+    """``prompts``: of one step."""
     if data.source != "arithmetic":
         for key, path in {"train_path": data.train_path, "test_path": data.test_path}.items():
             if not path:
                 yield f"data.{key}: missing; data.source {data.source} needs a .jsonl, .json or .parquet file"
     if data.columns.keys() != {"question", "answer"} or not all(data.columns.values()):
         yield f"data.columns: found {data.columns}; needed: {{question: NAME, answer: NAME}}"
-    unusable = [f"{name}: {shown(path)}" for name, path in cfg.eval.sets.items() if not (path and NAME.fullmatch(name))]
+    sets = evaluation.sets.items()
+    unusable = [f"{name}: {shown(path)}" for name, path in sets if not (path and NAME.fullmatch(name))]
     if unusable:
         yield f"eval.sets: found {', '.join(unusable)}; needed: names of letters, digits, . _ and -, each with a file"
     if data.operations_low > data.operations_high:
@@ -179,14 +209,13 @@ def _data(cfg: Config) -> Iterator[str]:
     count = data.num_train
     if data.source == "arithmetic":
         count = data.num_train or GENERATED
-        if cfg.eval.num_questions > data.num_test:
-            yield f"eval.num_questions: {cfg.eval.num_questions} exceeds data.num_test {data.num_test}"
+        if evaluation.num_questions > data.num_test:
+            yield f"eval.num_questions: {evaluation.num_questions} exceeds data.num_test {data.num_test}"
     if 0 < count < prompts:
         yield f"rollout.prompts_per_step: {prompts} exceeds data.num_train {count}"
 
 
-def _method(cfg: Config) -> Iterator[str]:
-    loss, aqn, rollout, train = cfg.loss, cfg.aqn, cfg.rollout, cfg.train
+def _loss(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
     if loss.kl != "none" and loss.kl_coef == 0:
         yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; use loss.kl: none"
     if 0 < loss.dual_clip <= 1:
@@ -202,13 +231,21 @@ def _method(cfg: Config) -> Iterator[str]:
         yield f"rollout.staleness: {rollout.staleness}; needed with rollout.ranks, which are one step ahead: 1"
     if rollout.staleness == 0 and loss.importance == "uncorrected":
         yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
-    overlong = cfg.reward.overlong
+
+
+def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+    overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
-    targets = cfg.lora.targets
-    repeated = sorted({target for target in targets if targets.count(target) > 1})
+
+
+def _targets(lora: LoraConfig) -> Iterator[str]:
+    repeated = sorted({target for target in lora.targets if lora.targets.count(target) > 1})
     if repeated:
         yield f"lora.targets: {', '.join(repeated)} given twice"
+
+
+def _steps(train: TrainConfig, aqn: AqnConfig) -> Iterator[str]:
     if len(set(train.trackers)) < len(train.trackers):
         yield f"train.trackers: found [{', '.join(train.trackers)}]; needed: each one once"
     late = [step for step in train.profile_steps if step > train.steps]
@@ -221,10 +258,7 @@ def _method(cfg: Config) -> Iterator[str]:
         )
 
 
-def _tiny_model(cfg: Config) -> Iterator[str]:
-    tiny = cfg.tiny_model
-    if tiny is None:
-        return
+def _tiny_model(tiny: TinyModelConfig) -> Iterator[str]:
     if tiny.num_heads % tiny.num_kv_heads:
         yield (
             f"tiny_model.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads {tiny.num_heads}; "
@@ -299,13 +333,19 @@ def side_problems(side: Side, arch: Architecture) -> list[str]:
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
-    return [*_splits(cfg, arch, ranks), *_model(cfg, arch), *_shared_shards(cfg, arch, ranks)]
+    int4 = int4_problem(arch) if cfg.model.quantisation == "int4" else ""
+    return [
+        *_splits(cfg.parallel, arch, ranks),
+        *([int4] if int4 else []),
+        *_model(cfg.data, cfg.rollout, cfg.replay, arch),
+        *_shared_shards(cfg.rollout, cfg.parallel, cfg.replay, arch, ranks),
+    ]
 
 
-def _splits(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
+def _splits(parallel: ParallelConfig, arch: Architecture, ranks: int) -> Iterator[str]:
     yield from _split_problem(
         "parallel.tensor",
-        cfg.parallel.tensor,
+        parallel.tensor,
         {
             "key/value heads": arch.num_kv_heads,
             "attention heads": arch.num_heads,
@@ -317,34 +357,35 @@ def _splits(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
         ranks,
     )
     experts = {"experts": arch.num_experts, "ranks": ranks}
-    yield from _split_problem("parallel.expert", cfg.parallel.expert, experts, ranks)
-    if cfg.model.quantisation == "int4" and (problem := int4_problem(arch)):
-        yield problem
+    yield from _split_problem("parallel.expert", parallel.expert, experts, ranks)
 
 
-def _model(cfg: Config, arch: Architecture) -> Iterator[str]:
-    if cfg.row_tokens > arch.max_positions:
+def _model(data: DataConfig, rollout: RolloutConfig, replay: ReplayConfig, arch: Architecture) -> Iterator[str]:
+    row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
+    if row_tokens > arch.max_positions:
         yield (
-            f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions"
+            f"data.max_prompt_tokens: {data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{rollout.max_new_tokens} = {row_tokens} exceeds the model's {arch.max_positions} positions"
         )
-    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        yield f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts"
+    if replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        yield f"replay.mode: {replay.mode} needs MoE layers of at most 256 experts"
 
 
-def _shared_shards(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
+def _shared_shards(
+    rollout: RolloutConfig, parallel: ParallelConfig, replay: ReplayConfig, arch: Architecture, ranks: int
+) -> Iterator[str]:
     """With rollout.expert_parallel every rank copies its own shards into vLLM, so both must split alike."""
-    if not cfg.rollout.expert_parallel:
+    if not rollout.expert_parallel:
         return
     if arch.num_experts % ranks:
-        sizes = [size for size in divisors(arch.num_experts) if size % cfg.parallel.tensor == 0]
+        sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
         yield (
             f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {ranks} ranks; "
             f"nearest: {nearest(ranks, sizes)} ranks {STREAMED}"
         )
-    elif cfg.parallel.expert != ranks:
+    elif parallel.expert != ranks:
         yield (
-            f"parallel.expert: {cfg.parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
+            f"parallel.expert: {parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
             f"{ranks} ranks; needed: {ranks} {STREAMED}"
         )
     if arch.vocab_size % VOCABULARY_BLOCK:
@@ -353,7 +394,7 @@ def _shared_shards(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]
             f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
         )
     # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
-    if cfg.replay.mode == "r3" and cfg.rollout.tensor == ranks > 1:
+    if replay.mode == "r3" and rollout.tensor == ranks > 1:
         yield (
             f"replay.mode: r3, but with rollout.expert_parallel the {ranks} ranks of a single replica split the "
             "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
@@ -365,12 +406,18 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     """Why vLLM cannot run ``arch`` on ``ranks`` ranks; of a device only if cfg.device names it."""
     if cfg.rollout.engine != "vllm":
         return []
-    return [*_replicas(cfg, arch, ranks), *_vllm_model(cfg, arch)]
+    cache = cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
+    return [
+        *_replicas(cfg.rollout.tensor, arch, ranks),
+        *_cache(cfg.rollout, cfg.row_tokens, cache),
+        *_vllm_model(cfg.device, cfg.rollout, arch),
+        *(_vllm_lora(cfg.device, cfg.model, cfg.lora, arch) if cfg.keeps_factors_apart else []),
+    ]
 
 
-def _replicas(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
-    """rollout.tensor ranks hold one copy of the model, and the key-value cache of one row or more."""
-    tensor, kv_heads = cfg.rollout.tensor, arch.num_kv_heads
+def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
+    """``tensor`` ranks, rollout.tensor, hold one copy of the model."""
+    kv_heads = arch.num_kv_heads
     split = {
         "ranks": ranks,
         "attention heads": arch.num_heads,
@@ -381,21 +428,24 @@ def _replicas(cfg: Config, arch: Architecture, ranks: int) -> Iterator[str]:
     yield from _split_problem("rollout.tensor", tensor, split, ranks)
     if kv_heads % tensor and tensor % kv_heads:
         yield f"rollout.tensor: {tensor} and {kv_heads} key/value heads: one must divide the other"
-    needed = cache_mib(arch, tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
-    if needed > cfg.rollout.kv_cache_mib:
+
+
+def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str]:
+    """The cache of one rank holds a row or more. ``needed``: MiB of the longest row, of ``row_tokens``."""
+    if needed > rollout.kv_cache_mib:
         yield (
-            f"rollout.kv_cache_mib: {cfg.rollout.kv_cache_mib} is too small for one row of {cfg.row_tokens} tokens; "
+            f"rollout.kv_cache_mib: {rollout.kv_cache_mib} is too small for one row of {row_tokens} tokens; "
             f"needed: {needed} for one row, and as much for each further row that is sampled at the same time"
         )
 
 
-def _vllm_model(cfg: Config, arch: Architecture) -> Iterator[str]:
-    """What vLLM's models, its kernels on a device and its LoRA cannot do, by the sources of vLLM 0.23 and 0.30."""
+def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
+    """What vLLM's models and its kernels on a device cannot do, by the sources of vLLM 0.23 and 0.30."""
     hidden, head_dim = arch.hidden_size, arch.head_dim
     # vllm-ascend, model_runner_v1.py, self.sampler = AscendSampler(): it gets no logprobs_mode (0.23.0, 0.30.0rc2).
-    if cfg.device == "npu" and cfg.rollout.temperature != 1:
+    if device == "npu" and rollout.temperature != 1:
         yield (
-            f"rollout.temperature: {cfg.rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
+            f"rollout.temperature: {rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
             "only; needed: 1.0, or rollout.engine torch"
         )
     if arch.model_type in ("qwen2_moe", "olmoe") and head_dim * arch.num_heads != hidden:
@@ -410,27 +460,29 @@ def _vllm_model(cfg: Config, arch: Architecture) -> Iterator[str]:
         )
     if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
         yield "rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: rollout.engine torch"
-    if cfg.device == "cpu" and head_dim not in CPU_HEAD_DIMS:
+    if device == "cpu" and head_dim not in CPU_HEAD_DIMS:
         known = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"rollout.engine: vllm on a CPU cannot run head_dim {head_dim}; needed: {known} {ENGINE_TORCH}"
-    if cfg.device == "cpu" and hidden % 32:  # a limit of vLLM's grouped kernel for the experts
+    if device == "cpu" and hidden % 32:  # a limit of vLLM's grouped kernel for the experts
         yield f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; needed: a multiple of 32 {ENGINE_TORCH}"
-    if not cfg.keeps_factors_apart:
-        return
+
+
+def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:
+    """What its LoRA cannot do, by the same sources."""
     moe = any(arch.moe_layers)
     # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
     # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
-    if cfg.device == "cpu" and moe:
+    if device == "cpu" and moe:
         yield (
             "rollout.sync: adapter: vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU; "
             "needed: merged"
         )
     # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
-    if cfg.device in ("cuda", "npu") and cfg.model.dtype == "fp32":
+    if device in ("cuda", "npu") and model.dtype == "fp32":
         yield "rollout.sync: adapter: vLLM's LoRA kernels take no fp32 on a GPU or an NPU; needed: merged"
     # lora_weights.py, pack_moe: three asserts
-    halves = {"linear_fc1", "linear_fc2"} & set(cfg.lora.targets)
-    if cfg.device in ("cuda", "npu") and moe and len(halves) == 1:
+    halves = {"linear_fc1", "linear_fc2"} & set(lora.targets)
+    if device in ("cuda", "npu") and moe and len(halves) == 1:
         yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; needed: merged"
 
 

@@ -19,7 +19,16 @@ from facts.devices import Hardware
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs.capacity import cache_mib_per_row
-from inputs.rules import Side, divisors, layout_sizes, sampler_problems, side_problems, sides, trainer_problems
+from inputs.rules import (
+    Side,
+    batch_sizes,
+    divisors,
+    engine_shards,
+    sampler_problems,
+    side_problems,
+    sides,
+    trainer_problems,
+)
 from knobs import Config
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
@@ -62,7 +71,12 @@ class Verdict:
 
 def broken_rules(side: Side, arch: Architecture) -> list[str]:
     """The rules of inputs/rules.py about layouts that ``side`` breaks."""
-    return [*layout_sizes(side.cfg), *side_problems(side, arch)]
+    cfg = side.cfg
+    return [
+        *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
+        *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
+        *side_problems(side, arch),
+    ]
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:

@@ -25,7 +25,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_yaml
-from inputs.rules import check_sides, sides
+from inputs.rules import problems, refuse_first, sides
 from knobs import Config
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
@@ -84,7 +84,7 @@ def check_inputs(
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(cfg)
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
-    check_sides(cfg, arch, ranks)
+    refuse_first(problems(cfg, arch, ranks))
     if not exists:
         check_writable("model.path", Path(cfg.model.path))
         return None

@@ -16,7 +16,7 @@ from refused import refusal
 from facts.exits import InputError
 from inputs import config, hf_config
 from inputs.config import load_config, resolve_config
-from inputs.rules import check_layout
+from inputs.rules import refuse_first, trainer_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -263,7 +263,7 @@ def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works
     layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"])
     with pytest.raises(InputError) as caught:
-        check_layout(cfg, arch, world)
+        refuse_first(trainer_problems(cfg, arch, world))
     assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
 
 
@@ -321,8 +321,8 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
 def test_a_model_whose_shards_would_differ_is_refused_with_what_would_do(arch, world, overrides, expected):
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*SHARED, *overrides])
     if expected is None:
-        check_layout(cfg, arch, world)
+        refuse_first(trainer_problems(cfg, arch, world))
         return
     with pytest.raises(InputError) as caught:
-        check_layout(cfg, arch, world)
+        refuse_first(trainer_problems(cfg, arch, world))
     assert str(caught.value) == f"{expected} {STREAMED}"

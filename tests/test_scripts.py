@@ -23,7 +23,7 @@ from tiers import ci
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.rules import check_layout, sides
+from inputs.rules import refuse_first, sides, trainer_problems
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), *sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
@@ -335,7 +335,7 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
     cfg = load_config(ROOT / path, overrides)
     arch = hf_config.parse(model)
     for side in sides(cfg, ranks):
-        check_layout(side.cfg, arch, side.ranks)
+        refuse_first(trainer_problems(side.cfg, arch, side.ranks))
     assert ranks % cfg.rollout.tensor == 0 and arch.num_heads % cfg.rollout.tensor == 0
     return cfg.parallel.tensor, cfg.parallel.expert
 

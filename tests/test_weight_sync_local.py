@@ -250,7 +250,7 @@ def test_a_broken_push_is_refused_by_name(engine, shards, case: str, first: bool
 def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
     cfg = config(path, {}, True)
     for device in ("cpu", "cuda"):
-        (problem,) = rules.layout_sizes(cfg.model_copy(update={"device": device}))
+        (problem,) = rules.engine_shards(cfg.rollout, cfg.parallel, device)
         assert problem.startswith(f"rollout.expert_parallel: device {device} packs vLLM's weights")
     for routed_experts in (False, True):
         assert arguments(ColocatedEngine, "npu", routed_experts) == {

@@ -194,7 +194,7 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     patch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(packs_on=()))  # an accelerator's vLLM does not pack
     patch.setattr(parameters, "whole_experts", lambda *args, **kwargs: True)  # nor does it split each of them
     patch.setattr(opening, "check_engine", lambda *args: None)
-    patch.setattr(check, "check_sides", lambda *args: None)  # the stand-in takes every model, and this is a CPU
+    patch.setattr(check, "problems", lambda *args: [])  # the stand-in takes every model, and this is a CPU
     patch.setattr(opening, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
     record(patch, folder / f"rank-{os.environ['RANK']}")
     plant(patch)

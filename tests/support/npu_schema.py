@@ -36,7 +36,7 @@ from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.config import Config, load_config  # noqa: E402
-from inputs.rules import check_layout, sides  # noqa: E402
+from inputs.rules import refuse_first, sides, trainer_problems  # noqa: E402
 from model import packing  # noqa: E402
 from plan import grid, memory  # noqa: E402
 
@@ -105,7 +105,7 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
     rows: dict[tuple, dict] = {}
     for name, cfg, ranks in of_sides(trainings):
         arch = hf_config.planned(cfg)[0]
-        check_layout(cfg, arch, ranks)
+        refuse_first(trainer_problems(cfg, arch, ranks))
         line = packed_line(cfg, arch, ranks, mode)
         with mode:
             cases = kernels_check.cases(cfg, arch, ranks, seed=0)
