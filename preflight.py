@@ -329,8 +329,8 @@ def judge_layout(arguments: list[str]) -> int:
         )
     node = args.ranks_per_node
     timing = calibrate.read(args.calibrate) if args.calibrate else {}
-    device = grid.device_of(cfg)
-    ranks = args.ranks or grid.default_ranks(cfg, device, node)
+    device = grid.device_of(cfg.device)
+    ranks = args.ranks or grid.default_ranks(cfg.parallel, cfg.rollout, device, node)
     if args.where:
         graphs = device != "cpu" and cfg.rollout.kind.reserves and cfg.rollout.enforce_eager  # could be tried
         print(device, ranks, "yes" if graphs else "no", cfg.name, cfg.train.out_dir, sep="\t")

@@ -66,7 +66,7 @@ class Push:
 
     def _usable_stacks(self) -> dict[str, Stack]:
         """The engine's stacks, if they are on every rank what the plan assumes; else {} on every rank. Collective."""
-        layout = grid.of(self.cfg, self.parallel.world_size)
+        layout = grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)
         if not parameters.has_stacks(self.cfg, layout, self.parallel.device.type):
             return {}
         expected = range(self.arch.num_experts)
@@ -111,7 +111,7 @@ class Push:
 
     def _for_engine(self, local: Tensor) -> Tensor:
         """The experts of the engine's stack from this rank's: the same ones, or those of all ranks. Collective."""
-        if parameters.splits_as_trainer(grid.of(self.cfg, self.parallel.world_size)):
+        if parameters.splits_as_trainer(grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)):
             return local
         return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 

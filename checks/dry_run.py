@@ -69,7 +69,7 @@ def run(
 ) -> DryRun:
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
     side = side_of(cfg, ranks, rank)
-    layout = grid.of(side.cfg, side.ranks, role=side.name)
+    layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
     done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(side.cfg, layout))
     device = torch.device(dry_run_device.STAND_IN[kind])
     meter = Meter(device.type)
@@ -328,8 +328,8 @@ def main(arguments: list[str]) -> int:
     try:
         cfg, _ = resolve_config(args.config, args.overrides, layout=False)
         arch, source = hf_config.planned(cfg)
-        kind = grid.device_of(cfg)
-        ranks = grid.default_ranks(cfg, kind, 16) if args.ranks is None else args.ranks
+        kind = grid.device_of(cfg.device)
+        ranks = grid.default_ranks(cfg.parallel, cfg.rollout, kind, 16) if args.ranks is None else args.ranks
         for name, value, least, most in (
             ("--ranks", ranks, 1, MOST_RANKS),
             ("--rank", args.rank, 0, ranks - 1),

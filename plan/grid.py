@@ -9,7 +9,7 @@ import glob
 import math
 from dataclasses import dataclass
 
-from knobs import Config
+from knobs import ParallelConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ class RankGrid:
 WHOLE = RankGrid(1, 1, 1, 1, 1)  # one rank that holds everything
 
 
-def of(cfg: Config, ranks: int, ranks_per_node: int = 2**30, role: str = "") -> RankGrid:
-    """The grid of ``ranks`` ranks under ``cfg``; of one side if they have a ``role``.
+def of(
+    parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_node: int = 2**30, role: str = ""
+) -> RankGrid:
+    """The grid of ``ranks`` ranks; of one side if they have a ``role``.
 
     The torch engine has a copy of the model on each rank.
     """
-    parallel, rollout = cfg.parallel, cfg.rollout
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
     return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node, role)
@@ -112,17 +113,17 @@ def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
 
 
-def device_of(cfg: Config) -> str:
+def device_of(device: str) -> str:
     """The device to plan for. With `device: auto`, the one whose device files exist on this machine, else cpu."""
-    if cfg.device != "auto":
-        return cfg.device
+    if device != "auto":
+        return device
     return next((name for name, pattern in DEVICE_FILES.items() if glob.glob(pattern)), "cpu")
 
 
-def default_ranks(cfg: Config, device: str, ranks_per_node: int) -> int:
+def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
     """A whole node of an accelerator. On a CPU, the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
-    layout = of(cfg, 1)
-    engine = 1 if cfg.rollout.ranks else layout.engine_tensor  # which the samplers have
-    return math.lcm(layout.tensor, layout.expert, engine) + cfg.rollout.ranks
+    layout = of(parallel, rollout, 1)
+    engine = 1 if rollout.ranks else layout.engine_tensor  # which the samplers have
+    return math.lcm(layout.tensor, layout.expert, engine) + rollout.ranks

@@ -87,7 +87,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     try:
         judged = [_judge_side(side, ranks, setting) for side in sides(cfg, ranks)]
     except InputError as error:
-        return Verdict(cfg, grid.of(cfg, ranks, setting.ranks_per_node), [str(error)])
+        return Verdict(cfg, grid.of(cfg.parallel, cfg.rollout, ranks, setting.ranks_per_node), [str(error)])
     if len(judged) == 1:
         return judged[0]
     trainers, samplers = judged
@@ -100,7 +100,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 
 def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     cfg, arch = side.cfg, setting.arch
-    layout = grid.of(cfg, side.ranks, setting.ranks_per_node, side.name)
+    layout = grid.of(cfg.parallel, cfg.rollout, side.ranks, setting.ranks_per_node, side.name)
     if reasons := broken_rules(side, arch):
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware

@@ -76,7 +76,9 @@ def speed(
 def memory_beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
     """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
     side = sides(cfg, ranks)[0]
-    plan = memory.step_memory(side.cfg, arch, grid.of(side.cfg, side.ranks, role=side.name), device, 0)
+    plan = memory.step_memory(
+        side.cfg, arch, grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name), device, 0
+    )
     planned = plan.phases[plan.fullest] / memory.GIB
     return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {plan.fullest}"
 

@@ -74,7 +74,7 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
 
     There is none on a CPU, for a model of unknown sizes, or for a layout that is refused.
     """
-    device = grid.device_of(cfg)
+    device = grid.device_of(cfg.device)
     with contextlib.suppress(InputError):
         arch, _ = hf_config.planned(cfg)
         setting = Setting(arch, device, HARDWARE[device], 16, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)

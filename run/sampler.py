@@ -33,7 +33,7 @@ class Sampler:
         """Open the engine and give it ``policy``, whose model goes to the device."""
         self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
         self.probe = inputs.held_out[0].prompt
-        device, layout = policy.parallel.device, grid.of(cfg, policy.parallel.world_size)
+        device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
         if cfg.keeps_factors_apart and parameters.shared_experts(cfg, policy.arch, layout, device.type)[0]:
             Push.frozen_experts_to_host_(policy.model, device)
         # The engine reports progress, because decoding may take longer than train.stall_seconds.

@@ -216,7 +216,7 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     jobs = [(cfg, arch) for arch in ARCHITECTURES] + [(cfg, ARCHITECTURES[0], shortest) for shortest in (60, 5)]
     jobs += [(short, wide), (short, wide, None, True)]
     (found,) = world.in_layouts(["TP1"], updates, jobs)["TP1"]
-    layout = grid.of(cfg, 1)
+    layout = grid.of(cfg.parallel, cfg.rollout, 1)
     assert memory.micro_batch_tokens(cfg, layout) == 512 and memory.line_tokens(cfg, layout) == 512 * 4 // 5
     for (_, arch, *packed), each in zip(jobs[:5], found[:5], strict=True):
         planned = memory.step_memory(cfg, arch, layout, "cpu", 2**33).parts
@@ -282,7 +282,7 @@ def test_no_device_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_wri
 def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, in_a_step, at_once, monkeypatch):
     """1.5 waves of the plan's rows are two waves of the engine, whose ``max_num_seqs`` is the same number."""
     cfg, arch = load_config("configs/qwen3.yaml", changes), real("qwen3")
-    planned = memory.step_memory(cfg, arch, grid.of(cfg, ranks), "npu", 61 * 2**30)
+    planned = memory.step_memory(cfg, arch, grid.of(cfg.parallel, cfg.rollout, ranks), "npu", 61 * 2**30)
     assert (planned.wanted_rows, planned.cached_rows) == (in_a_step, min(in_a_step, at_once))
     given: dict = {}
     for kind in (vllm_engine.VllmEngine, vllm_colocated.ColocatedEngine):

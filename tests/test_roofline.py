@@ -26,7 +26,7 @@ def planned(
     """All rows are ``completion`` tokens long, or that in the mean and one of them ``longest``."""
     assumed = ["rollout.enforce_eager=false", "model.recompute=true"]  # by the figures
     cfg = load_config("configs/qwen3.yaml", [*assumed, *overrides])
-    layout = grid.of(cfg, ranks)
+    layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     memory = step_memory(cfg, QWEN3, layout, "npu", 61 * 2**30)
     times = roofline.step_times(cfg, QWEN3, layout, hardware, memory, prompt, completion, longest or completion)
     return times, cfg
@@ -116,7 +116,7 @@ def test_the_cause_of_a_phase_is_named_with_what_to_change():
 def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
     """2.17 s for four passes of EP16 with short completions; the attention is not split."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
-    found = roofline.exchange_bytes(QWEN3, grid.of(cfg, 16), 768 * 376, 2)
+    found = roofline.exchange_bytes(QWEN3, grid.of(cfg.parallel, cfg.rollout, 16), 768 * 376, 2)
     assert found["tensor exchange"] == 0
     assert 4 * found["expert exchange"] / (196e9 / 2) == pytest.approx(2.17, rel=0.01)
     assert roofline.active_parameters(QWEN3) == pytest.approx(3.04e9, rel=0.002)
@@ -128,11 +128,12 @@ def test_what_leaves_a_node_goes_at_the_rate_between_nodes():
     Of the 8 ranks that hold the same attention, 4 are there. With EP16 both ranks that hold the same experts are apart.
     """
     cfg = load_config("configs/qwen3.yaml", ["parallel.expert=32"])
-    within, across = (grid.of(cfg, 32, ranks_per_node) for ranks_per_node in (32, 16))
+    within, across = (grid.of(cfg.parallel, cfg.rollout, 32, ranks_per_node) for ranks_per_node in (32, 16))
     kinds = ("tensor", "expert", "data", "expert_data", "rollout")
     assert [within.away(kind) for kind in kinds] == [0, 0, 0, 0, 0]
     assert [across.away(kind) for kind in kinds] == [0, 16 / 31, 4 / 7, 0, 0]
-    ep16 = grid.of(load_config("configs/qwen3.yaml", ["rollout.expert_parallel=false"]), 32, 16)
+    apart = load_config("configs/qwen3.yaml", ["rollout.expert_parallel=false"])
+    ep16 = grid.of(apart.parallel, apart.rollout, 32, 16)
     assert (ep16.away("expert"), ep16.away("expert_data")) == (0, 1)
     assert NPU.sends(1e9, 0) == 1 / 196 and NPU.sends(1e9, 16 / 31) == pytest.approx(16 / 31 / 25)
     assert NPU.sends(1e9, 0.01) == pytest.approx(0.99 / 196)  # the link takes longer while little leaves

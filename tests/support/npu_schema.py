@@ -71,7 +71,7 @@ def outcome(case: Case, where: str) -> list | str:
 
 def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
     """The attention of a full, packed micro-batch of one prompt's completions, the last of which trains nothing."""
-    layout = grid.of(cfg, ranks)
+    layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     rows = max(2, memory.micro_batch_tokens(cfg, layout) // cfg.row_tokens)
     own = cfg.rollout.max_new_tokens
     tokens, mask = torch.ones(rows, cfg.row_tokens, dtype=torch.long), torch.zeros(rows, cfg.row_tokens)
