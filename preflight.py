@@ -34,7 +34,7 @@ from inputs import hf_config
 from inputs.config import command, command_line, resolve_config, with_sources
 from inputs.files import MOST_RANKS, read_file, shown
 from inputs.rules import divisors, nearest
-from knobs import Config
+from knobs import ModelConfig, RolloutConfig
 from plan import calibrate, grid, memory, roofline, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
@@ -98,7 +98,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "total": times.total,
             "phases": times.phases,
             "causes": times.causes,
-            "advice": {name: advice(verdict.cfg, times, name) for name in times.long_phases},
+            "advice": {name: advice(verdict.cfg.rollout, verdict.cfg.model, times, name) for name in times.long_phases},
         },
         "samplers": {key: of_samplers[key] for key in SIDE if of_samplers},
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations},
@@ -136,6 +136,7 @@ def of_side(layout: grid.RankGrid) -> str:
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
     layout, arch, cfg = verdict.layout, setting.arch, verdict.cfg
     prompts, group, update = cfg.rollout.prompts_per_step, cfg.rollout.group_size, cfg.optim.prompts_per_update
+    tokens = memory.micro_batch_tokens(cfg.optim, layout, group, cfg.row_tokens)
     node = setting.ranks_per_node
     return [
         "",
@@ -152,7 +153,7 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f" = {_shared(prompts, layout.replicas, 'replica', 'prompts')} x {group};"
         f" {prompts // update} update{'s' * (prompts > update)} of {update} x {group} = {update * group} sequences"
         f" = {_shared(update * group, layout.data, 'data rank', 'sequences')}",
-        f"a forward takes at most {memory.micro_batch_tokens(cfg, layout):,} tokens a rank",
+        f"a forward takes at most {tokens:,} tokens a rank",
     ]
 
 
@@ -201,7 +202,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         lines.insert(2, f"decoding: {', '.join(decoding)}")
     for name, seconds in times.phases.items():
         bound = times.bound(name)
-        change = f"; {advice(verdict.cfg, times, name)}" if name in times.long_phases else ""
+        change = f"; {advice(verdict.cfg.rollout, verdict.cfg.model, times, name)}" if name in times.long_phases else ""
         if seconds:
             lines.append(f"  {name:22} {seconds:8.3f} s  {bound} {times.causes[name][bound] / seconds:.0%}{change}")
     assumed = roofline.assumptions(
@@ -210,17 +211,17 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     return [*lines, f"  assumed: {assumed}"]
 
 
-def advice(cfg: Config, times: roofline.Times, phase: str) -> str:
+def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:
     """A change that would shorten ``phase``: the first one of a table whose condition holds."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
     table = (
         (phase == "decode" and times.waves > 1, f"{times.waves} waves: more rollout.kv_cache_mib, or more replicas"),
-        (phase == "decode" and bound == "launches" and cfg.rollout.enforce_eager, "rollout.enforce_eager=false"),
+        (phase == "decode" and bound == "launches" and rollout.enforce_eager, "rollout.enforce_eager=false"),
         (phase == "decode" and bound == "launches", "more sequences a step cost almost nothing"),
         (phase == "decode" and bound == "weights", "a larger rollout.tensor, or more sequences a step"),
         (phase == "old policy", "not needed with optim.prompts_per_update = rollout.prompts_per_step"),
-        (phase == "update backward" and cfg.model.recompute, "model.recompute=false, if the activations fit"),
+        (phase == "update backward" and model.recompute, "model.recompute=false, if the activations fit"),
         (bound == "launches", f"a larger {larger}"),
         (bound == "expert exchange", "a smaller parallel.expert, if the experts fit"),
         (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
@@ -340,7 +341,7 @@ def judge_layout(arguments: list[str]) -> int:
             f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
             f"{nearest(node, divisors(ranks))}"
         )
-    mean = calibrate.completion_tokens(cfg, timing) if timing else cfg.rollout.max_new_tokens
+    mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
     hardware = HARDWARE[device]
     setting = Setting(
         arch=arch,

@@ -67,7 +67,13 @@ class Push:
     def _usable_stacks(self) -> dict[str, Stack]:
         """The engine's stacks, if they are on every rank what the plan assumes; else {} on every rank. Collective."""
         layout = grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)
-        if not parameters.has_stacks(self.cfg, layout, self.parallel.device.type):
+        if not parameters.has_stacks(
+            self.cfg.rollout,
+            layout,
+            self.parallel.device.type,
+            routes=self.cfg.replay.mode == "r3",
+            adapter=self.cfg.keeps_factors_apart,
+        ):
             return {}
         expected = range(self.arch.num_experts)
         if parameters.splits_as_trainer(layout):

@@ -70,7 +70,8 @@ def run(
     """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
     side = side_of(cfg, ranks, rank)
     layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
-    done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(side.cfg, layout))
+    room = memory.line_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
+    done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(room, side.cfg.row_tokens, layout.tensor))
     device = torch.device(dry_run_device.STAND_IN[kind])
     meter = Meter(device.type)
     with contextlib.ExitStack() as stack:
@@ -177,7 +178,8 @@ class _Engine:
 def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
     """The engine's stacks of experts, where a push fills them. Their memory does not count."""
     cfg, arch = done.cfg, done.arch
-    if not parameters.has_stacks(cfg, done.layout, parallel.device.type):
+    routes, adapter = cfg.replay.mode == "r3", cfg.keeps_factors_apart
+    if not parameters.has_stacks(cfg.rollout, done.layout, parallel.device.type, routes=routes, adapter=adapter):
         return {}
     experts = range(arch.num_experts) if done.layout.engine_expert == 1 else huggingface.own_experts(arch, parallel)
     stacks = {}
@@ -281,11 +283,13 @@ def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *un
     return {s: torch.zeros(n, *shape, dtype=torch.uint8) for s, n in enumerate(batch.lengths)}
 
 
-def fullest_rows(cfg: Config, layout: grid.RankGrid) -> tuple[int, int]:
-    """How many rows one full micro-batch has on every data rank, and their length with one prompt token."""
-    room = memory.line_tokens(cfg, layout)
-    rows = max(1, room // cfg.row_tokens)
-    return rows, room // rows // layout.tensor * layout.tensor
+def fullest_rows(room: int, row_tokens: int, tensor: int) -> tuple[int, int]:
+    """How many rows one full micro-batch has on every data rank, and their length with one prompt token.
+
+    ``room``: memory.line_tokens. ``tensor`` ranks split a row.
+    """
+    rows = max(1, room // row_tokens)
+    return rows, room // rows // tensor * tensor
 
 
 def _rollout(sequences: int, new: int) -> Rollout:
@@ -304,7 +308,8 @@ def _rollout(sequences: int, new: int) -> Rollout:
 
 def _of_one_micro_batch(done: DryRun) -> Config:
     """The configuration with a step of one update of one micro-batch."""
-    tokens = memory.micro_batch_tokens(done.cfg, done.layout)
+    group_size, row_tokens = done.cfg.rollout.group_size, done.cfg.row_tokens
+    tokens = memory.micro_batch_tokens(done.cfg.optim, done.layout, group_size, row_tokens)
     changes = {
         "rollout": {"prompts_per_step": 1, "group_size": done.rows * done.layout.data},
         "loss": {"skip_equal_groups": False},  # a group of one row would be skipped

@@ -117,7 +117,10 @@ def _operations(done: DryRun) -> list[Compared]:
     """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
     number = done.rows * done.layout.data
     rows = roofline.Rows(number, 1, done.length - 1, group=number)
-    forward, backward = roofline.update_flops(done.cfg, done.arch, rows)
+    cfg = done.cfg
+    forward, backward = roofline.update_flops(
+        done.arch, cfg.lora, rows, recompute=cfg.model.recompute, merged=cfg.trains_merged
+    )
     frozen = sum(roofline.forward_flops(done.arch, rows).values())
     planned = {"reference": frozen, "forward": forward, "backward": backward}
     return [

@@ -92,7 +92,8 @@ def rounded(x: Tensor) -> Tensor:
 def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
     """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes."""
     layout, generator = grid.of(cfg.parallel, cfg.rollout, ranks), torch.Generator().manual_seed(seed)
-    h, d, tokens = arch.hidden_size, arch.head_dim, memory.micro_batch_tokens(cfg, layout)
+    h, d = arch.hidden_size, arch.head_dim
+    tokens = memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
     T = min(tokens, -(-cfg.row_tokens // layout.tensor) * layout.tensor)
     own_tokens, rows = tokens // layout.tensor, tokens // T
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)

@@ -37,7 +37,10 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
         vllm_adapter.check_version(device)
     if device != "npu":
         return
-    tokens = -(-capacity.max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
+    rows = capacity.max_sequences(
+        cfg.rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
+    )
+    tokens = -(-rows // cfg.rollout.tensor)  # the tensor ranks split the tokens
     if cfg.rollout.expert_parallel:
         vllm_ascend.check_dispatch(arch, ranks, tokens)
     elif cfg.rollout.tensor > 1 and any(arch.moe_layers):
@@ -55,6 +58,14 @@ def open_engine(
     beat: Callable[[], None],
 ) -> VllmEngine:
     """vLLM for this configuration. All ranks make it at the same time."""
+    rows = capacity.max_sequences(
+        cfg.rollout,
+        cfg.eval,
+        arch,
+        dist.get_world_size(),
+        prompt_tokens=cfg.data.max_prompt_tokens,
+        dtype=cfg.model.dtype,
+    )
     dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
     kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
     return kind(
@@ -67,7 +78,7 @@ def open_engine(
         tensor=cfg.rollout.tensor,
         enforce_eager=cfg.rollout.enforce_eager,
         kv_cache_mib=cfg.rollout.kv_cache_mib,
-        max_sequences=capacity.max_sequences(cfg, arch, dist.get_world_size()),
+        max_sequences=rows,
         routed_experts=cfg.replay.mode == "r3",
         adapter=adapter,
         beat=beat,

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from facts.exits import InputError
-from knobs import Config
+from knobs import Config, RolloutConfig
 from plan.search import Setting, judge
 from runlog.run_record import read_lines
 
@@ -40,9 +40,9 @@ def read(path: Path) -> dict[str, float]:
     return timing
 
 
-def completion_tokens(cfg: Config, timing: dict[str, float]) -> float:
+def completion_tokens(rollout: RolloutConfig, timing: dict[str, float]) -> float:
     """Mean tokens of a completion by the sampled tokens a second; the longest where these are missing."""
-    longest, sequences = cfg.rollout.max_new_tokens, cfg.rollout.prompts_per_step * cfg.rollout.group_size
+    longest, sequences = rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
     sampled = timing.get("perf/tokens_per_s", math.inf) * timing["timing/step_s"] / sequences
     return longest if sampled >= longest else max(1, round(sampled))
 

@@ -405,7 +405,7 @@ def disk(machine: Machine) -> Found:
     cfg = machine.run
     assert cfg is not None
     try:
-        one = checkpoint_bytes(cfg, hf_config.planned(cfg)[0]) / GIB
+        one = checkpoint_bytes(hf_config.planned(cfg)[0], cfg.lora, cfg.rollout.staleness) / GIB
     except InputError as error:
         return True, f"not known without the model: {error}"  # the plan refuses it
     needed = one * (cfg.train.keep_last + 1) + 0.5

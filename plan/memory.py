@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from facts.architectures import Architecture, modules
 from facts.limits import ELEMENT_BYTES, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
 from inputs.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
-from knobs import Config, LoraConfig
+from knobs import Config, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
 from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
     adapter_size,
@@ -183,32 +183,33 @@ RESIDENT += ("communication buffers", "runtime")
 TRAINING = ("load", "reference", "update", "optimizer", "save")  # sending the policy gathers like a checkpoint
 
 
-def micro_batch_tokens(cfg: Config, layout: RankGrid) -> int:
-    """Most tokens, padding included, of one forward pass on one rank."""
-    longest = -(-cfg.row_tokens // layout.tensor) * layout.tensor
-    sequences = -(-cfg.optim.prompts_per_update * cfg.rollout.group_size // layout.data)
-    return max(longest, min(cfg.optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
+def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
+    """Most tokens, padding included, of one forward pass on one rank. ``row_tokens``: of the longest row."""
+    longest = -(-row_tokens // layout.tensor) * layout.tensor
+    sequences = -(-optim.prompts_per_update * group_size // layout.data)
+    return max(longest, min(optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
-def line_tokens(cfg: Config, layout: RankGrid) -> int:
+def line_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
     """Most tokens of the line of packed rows in one forward pass on one rank: each row counts a quarter more."""
-    longest = -(-cfg.row_tokens // layout.tensor) * layout.tensor
-    return max(longest, int(micro_batch_tokens(cfg, layout) / 1.25) // layout.tensor * layout.tensor)
+    longest = -(-row_tokens // layout.tensor) * layout.tensor
+    padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
+    return max(longest, int(padded / 1.25) // layout.tensor * layout.tensor)
 
 
-def _mask(cfg: Config, arch: Architecture, tokens: int, device: str) -> tuple[int, int]:
-    """Bytes of the attention mask of a line of ``tokens``: for each own token, all tokens of its row.
+def _mask(model: ModelConfig, arch: Architecture, tokens: int, row_tokens: int, device: str) -> tuple[int, int]:
+    """Bytes of the attention mask of a line of ``tokens``: for each own token, all ``row_tokens`` of its row.
 
     Of a pass that keeps it for the backward pass; of one that does not. A GPU needs none in bf16.
     """
-    places = tokens * cfg.row_tokens
+    places = tokens * row_tokens
     if device == "npu":  # one mask of bool
         return places, places
-    if device == "cuda" and cfg.model.dtype == "bf16":
+    if device == "cuda" and model.dtype == "bf16":
         return 0, 0
     # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
-    if cfg.model.dtype == "bf16":
-        copies = 1 if cfg.model.recompute else arch.num_layers
+    if model.dtype == "bf16":
+        copies = 1 if model.recompute else arch.num_layers
         return places * (4 + 2 * copies), places * 6
     return places * 4, places * 5  # beside it the bool mask of which it is made
 
@@ -218,7 +219,7 @@ def step_memory(
 ) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
     element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
-    tokens = line_tokens(cfg, layout)
+    tokens = line_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
     work = activations(
         arch,
         cfg.lora,
@@ -230,11 +231,14 @@ def step_memory(
         imbalance=imbalance,
         device=device,
         entropy_bonus=cfg.loss.entropy_coef > 0,
-        mask=_mask(cfg, arch, tokens, device),
+        mask=_mask(cfg.model, arch, tokens, cfg.row_tokens, device),
     )
     lora = 4 * lora_parameters(arch, cfg.lora, layout)
-    wanted_rows = rows_of_a_step(cfg, layout.ranks)
-    cached_rows = min(wanted_rows, max_sequences(cfg, arch, layout.ranks))
+    wanted_rows = rows_of_a_step(rollout, layout.ranks)
+    at_once = max_sequences(
+        rollout, cfg.eval, arch, layout.ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
+    )
+    cached_rows = min(wanted_rows, at_once)
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
@@ -245,7 +249,8 @@ def step_memory(
     else:
         first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     group = 0 if cfg.keeps_factors_apart else first_group
-    if group and has_stacks(cfg, layout, device):
+    routes, adapter = cfg.replay.mode == "r3", cfg.keeps_factors_apart
+    if group and has_stacks(rollout, layout, device, routes=routes, adapter=adapter):
         # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
         stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
         group = int(max(stacks, 2 * attention * h * element))
@@ -265,7 +270,7 @@ def step_memory(
         "older factors": lora * cfg.rollout.staleness * trains,
         "engine weights": engine_parameters(arch, layout) * element * samples,
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart * samples,
-        "key-value cache": _cache(cfg, arch, element, cached_rows) * samples,
+        "key-value cache": _cache(rollout, arch, cached_rows, cfg.data.max_prompt_tokens, cfg.model.dtype) * samples,
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communicators(layout) * BUFFER_BYTES[device],
         "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves * samples),
@@ -299,7 +304,9 @@ def step_memory(
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     swapped = lora * trains * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
-    checkpoint = checkpoint_bytes(cfg, arch) * (device == "cpu")  # rank 0 has it in the memory of the host
+    checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (
+        device == "cpu"
+    )  # rank 0 has it in the memory of the host
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
@@ -334,14 +341,14 @@ def _sampling_layout(layout: RankGrid) -> RankGrid:
     return RankGrid(expert, tensor, expert, tensor, expert) if expert > tensor else WHOLE
 
 
-def _cache(cfg: Config, arch: Architecture, element: int, rows: int) -> int:
+def _cache(rollout: RolloutConfig, arch: Architecture, rows: int, prompt_tokens: int, dtype: str) -> int:
     """Bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
-    if cfg.rollout.kind.reserves:
-        return cfg.rollout.kv_cache_mib * 2**20
+    if rollout.kind.reserves:
+        return rollout.kv_cache_mib * 2**20
     # In bf16 each row has a copy of its prompt.
-    prompts = -(-rows // cfg.rollout.group_size) if cfg.model.dtype == "fp32" else rows
-    tokens = prompts * cfg.data.max_prompt_tokens + rows * cfg.rollout.max_new_tokens
-    return tokens * cache_bytes_per_token(arch, 1, element)
+    prompts = -(-rows // rollout.group_size) if dtype == "fp32" else rows
+    tokens = prompts * prompt_tokens + rows * rollout.max_new_tokens
+    return tokens * cache_bytes_per_token(arch, 1, ELEMENT_BYTES[dtype])
 
 
 def communicators(layout: RankGrid) -> int:

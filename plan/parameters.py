@@ -6,7 +6,7 @@ import math
 from facts.architectures import Architecture, Module, every_module, modules, over_layers
 from facts.engines import whole_experts
 from facts.limits import PIECE, int4_bytes, merged_together
-from knobs import Config, LoraConfig
+from knobs import Config, LoraConfig, RolloutConfig
 from plan import grid
 from plan.grid import RankGrid
 
@@ -56,9 +56,9 @@ def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> i
     return over_layers(arch, functools.partial(adapter_size, lora, layout))
 
 
-def checkpoint_bytes(cfg: Config, arch: Architecture) -> int:
-    """Size of one checkpoint: factors, two moments, and the factors of rollout.staleness steps, in fp32."""
-    return 4 * (3 + cfg.rollout.staleness) * lora_parameters(arch, cfg.lora, grid.WHOLE)
+def checkpoint_bytes(arch: Architecture, lora: LoraConfig, staleness: int) -> int:
+    """Size of one checkpoint: factors, two moments, and the factors of ``staleness`` earlier steps, in fp32."""
+    return 4 * (3 + staleness) * lora_parameters(arch, lora, grid.WHOLE)
 
 
 def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
@@ -67,16 +67,17 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
-def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
+def has_stacks(rollout: RolloutConfig, layout: RankGrid, device: str, *, routes: bool, adapter: bool) -> bool:
     """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
 
     Push asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
-    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere.
+    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere. ``routes``:
+    the engine records them. ``adapter``: it gets the factors apart from the weights.
     """
-    packs = device in cfg.rollout.kind.packs_on or layout.role == "trainers"
+    packs = device in rollout.kind.packs_on or layout.role == "trainers"
     fits = layout.engine_expert == 1 or splits_as_trainer(layout)
-    whole = whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
-    splits_each = layout.engine_expert > 1 and not (whole or cfg.rollout.expert_parallel)
+    whole = whole_experts(device, routes=routes, adapter=adapter)
+    splits_each = layout.engine_expert > 1 and not (whole or rollout.expert_parallel)
     return not packs and fits and not splits_each
 
 
@@ -90,9 +91,10 @@ def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: st
 
     See Push._share_experts.
     """
-    if not has_stacks(cfg, layout, device):
+    apart = cfg.keeps_factors_apart
+    if not has_stacks(cfg.rollout, layout, device, routes=cfg.replay.mode == "r3", adapter=apart):
         return 0, 0
-    merged = cfg.lora.targets if not cfg.keeps_factors_apart else ()
+    merged = () if apart else cfg.lora.targets
     sizes = [0, 0]
     for module in (module for module in every_module(arch) if module.kind == "experts"):
         is_merged = module.target in merged

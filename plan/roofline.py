@@ -17,7 +17,7 @@ from typing import NamedTuple
 from facts.architectures import Architecture, Module, over_layers
 from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from facts.limits import ELEMENT_BYTES
-from knobs import Config, LoraConfig
+from knobs import Config, LoraConfig, OptimConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
@@ -78,20 +78,22 @@ def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
     return 2 * tokens * lora_parameters(own, lora, WHOLE)
 
 
-def update_flops(cfg: Config, arch: Architecture, rows: Rows) -> tuple[float, float]:
-    """Operations of the forward and of the backward pass of an update.
+def update_flops(
+    arch: Architecture, lora: LoraConfig, rows: Rows, *, recompute: bool, merged: bool
+) -> tuple[float, float]:
+    """Operations of the forward and of the backward pass of an update. ``merged``: Config.trains_merged.
 
     Frozen weights get no gradient, so a linear layer costs once more; attention costs 2.5 times its forward pass, the
     head computes its logits again, and the factors get gradients. Where the trainer merges its weights, the factors'
     products serve the gradient alone, and their input gets none.
     """
-    parts, low_rank = forward_flops(arch, rows), lora_flops(arch, cfg.lora, rows.tokens)
+    parts, low_rank = forward_flops(arch, rows), lora_flops(arch, lora, rows.tokens)
     layers = parts["layers"] + parts["attention"]
     backward = parts["layers"] + 2.5 * parts["attention"] + 2 * parts["head"]
-    backward += low_rank * (1.5 if cfg.trains_merged else 2)
-    if not cfg.model.recompute:
+    backward += low_rank * (1.5 if merged else 2)
+    if not recompute:
         return layers + parts["head"] + low_rank, backward
-    return layers + parts["head"] + low_rank * (not cfg.trains_merged), backward + layers + low_rank
+    return layers + parts["head"] + low_rank * (not merged), backward + layers + low_rank
 
 
 def decode_step(
@@ -153,25 +155,23 @@ def exchange_bytes(
 
 
 def sync_seconds(
-    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, element: int
+    arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, element: int, *, apart: bool
 ) -> dict[str, float]:
     """One push of the policy: every rank receives whole adapted tensors, or reads and writes only its own shards.
 
-    Before that a rank merges its own shards. With rollout.sync=adapter, only the fp32 factors are sent.
+    Before that a rank merges its own shards. With the factors ``apart`` from the weights, only these are sent, in fp32.
     """
     away, speed = layout.away_of(layout.ranks), hardware.link_share
-    if cfg.keeps_factors_apart:
-        size = 4 * lora_parameters(arch, cfg.lora, WHOLE)
+    if apart:
+        size = 4 * lora_parameters(arch, lora, WHOLE)
         return {"exchange": hardware.sends(size, away) / speed, "memory": 2 * size / hardware.bandwidth}
 
     def elements(module: Module, grid: RankGrid) -> int:
-        return math.prod(on_rank(module, grid)) * (module.target in cfg.lora.targets)
+        return math.prod(on_rank(module, grid)) * (module.target in lora.targets)
 
     is_whole = layout.engine_expert <= layout.engine_tensor
     size = element * over_layers(arch, lambda module: elements(module, WHOLE if is_whole else layout))
-    products = over_layers(
-        arch, lambda module: 2 * cfg.lora.rank_of(module.kind == "experts") * elements(module, layout)
-    )
+    products = over_layers(arch, lambda module: 2 * lora.rank_of(module.kind == "experts") * elements(module, layout))
     longer = slower({"memory": 2 * size / hardware.bandwidth}, {"arithmetic": products / hardware.flops})
     return longer | ({"exchange": hardware.sends(size, away) / speed} if is_whole else {})
 
@@ -201,15 +201,15 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
 
 
 def optimizer_seconds(
-    cfg: Config, arch: Architecture, layout: RankGrid, hardware: Hardware, updates: int
+    arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, updates: int
 ) -> dict[str, float]:
     """All optimizer steps: the sum of fp32 gradients over the ranks that share a factor, and AdamW's memory traffic."""
-    size = 4 * lora_parameters(arch, cfg.lora, layout)
+    size = 4 * lora_parameters(arch, lora, layout)
     # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {
         "exchange": sum(
             hardware.sends(sent, layout.away(kind)) / hardware.link_share
-            for kind, sent in gradient_bytes(arch, cfg.lora, layout).items()
+            for kind, sent in gradient_bytes(arch, lora, layout).items()
         ),
         "memory": 13 * size / hardware.bandwidth,
     }
@@ -301,7 +301,7 @@ def step_times(
     decoding = {name: _decoding(arch, hardware, parts, bool(i)) for i, name in enumerate(DECODING)}
     rate = layout.ranks * hardware.flops * hardware.training_share
     updates = rollout.prompts_per_step // max(1, cfg.optim.prompts_per_update)
-    micro_batches = _micro_batches(cfg, layout, prompt, completion)
+    micro_batches = _micro_batches(cfg.optim, layout, rollout.group_size, prompt, completion)
 
     def passing(operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
         """Seconds of so many operations in ``passes`` through all layers, each with ``launches`` in sum."""
@@ -313,7 +313,7 @@ def step_times(
 
     frozen = sum(forward_flops(arch, trained).values())
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
-    first, second = update_flops(cfg, arch, trained)
+    first, second = update_flops(arch, cfg.lora, trained, recompute=cfg.model.recompute, merged=cfg.trains_merged)
     prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
@@ -324,7 +324,8 @@ def step_times(
     merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
     old_policy = passing(policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     causes = {
-        "sync": sync_seconds(cfg, arch, layout, hardware, element) | {"merging": once},
+        "sync": sync_seconds(arch, cfg.lora, layout, hardware, element, apart=cfg.keeps_factors_apart)
+        | {"merging": once},
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": decoding[DECODING[rollout.enforce_eager]],
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
@@ -332,7 +333,7 @@ def step_times(
         "update forward": passing(first, forward + merges) | {"merging": merging + (updates - 1) * once},
         "update backward": passing(second, backward + merges * recompute, 1 + recompute, recompute)
         | {"merging": merging * recompute},
-        "optimizer": optimizer_seconds(cfg, arch, layout, hardware, updates),
+        "optimizer": optimizer_seconds(arch, cfg.lora, layout, hardware, updates),
     }
     ranges = {name: spread(sum(seconds.values())) for name, seconds in decoding.items()}
     steps = sum(steps for steps, _ in parts)
@@ -345,11 +346,11 @@ def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
     return waves, -(-rows // waves) * layout.replicas
 
 
-def _micro_batches(cfg: Config, layout: RankGrid, prompt: float, completion: float) -> int:
+def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt: float, completion: float) -> int:
     """Of a rank in one update. batches.plan counts a packed row with a quarter of its padded length more."""
-    rows = -(-cfg.optim.prompts_per_update * cfg.rollout.group_size // layout.data)
-    a_row = completion + prompt / cfg.rollout.group_size + (prompt + completion) / 4
-    return -(-rows // max(1, int(cfg.optim.tokens_per_micro_batch // a_row)))
+    rows = -(-optim.prompts_per_update * group_size // layout.data)
+    a_row = completion + prompt / group_size + (prompt + completion) / 4
+    return -(-rows // max(1, int(optim.tokens_per_micro_batch // a_row)))
 
 
 def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig, ranks: int) -> Times:

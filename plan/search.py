@@ -17,8 +17,8 @@ from pathlib import Path
 from facts.architectures import Architecture
 from facts.devices import Hardware
 from facts.exits import InputError
+from facts.limits import ELEMENT_BYTES, cache_mib
 from facts.root import ROOT
-from inputs.capacity import cache_mib_per_row
 from inputs.rules import (
     Side,
     batch_sizes,
@@ -230,9 +230,9 @@ def _corrected(cfg: Config, arch: Architecture) -> Config:
     """``cfg`` with a correct batch equation and cache."""
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
-    cache = cfg.rollout.kv_cache_mib
-    if cfg.rollout.kind.reserves and cache_mib_per_row(cfg, arch) > cache:
-        cache = cache_mib_per_row(_with(cfg, rollout={"tensor": 1}), arch)  # one row fits with any rollout.tensor
+    cache, element = cfg.rollout.kv_cache_mib, ELEMENT_BYTES[cfg.model.dtype]
+    if cfg.rollout.kind.reserves and cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, element) > cache:
+        cache = cache_mib(arch, 1, cfg.row_tokens, element)  # one row fits with any rollout.tensor
     return _with(
         cfg,
         optim={

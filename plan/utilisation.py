@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from facts.architectures import Architecture
 from facts.devices import HARDWARE
 from inputs.rules import sides
-from knobs import Config
+from knobs import Config, LoraConfig
 from plan import grid, memory
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
@@ -34,15 +34,26 @@ def _work(rows: Sequence[Row]) -> Rows:
 
 
 def step_flops(
-    cfg: Config, arch: Architecture, sampled: Sequence[Row], trained: Sequence[Row], rounds: float = 1.0
+    arch: Architecture,
+    lora: LoraConfig,
+    sampled: Sequence[Row],
+    trained: Sequence[Row],
+    rounds: float = 1.0,
+    *,
+    merged: bool,
+    earlier_passes: float,
+    reference: bool,
 ) -> float:
-    """Operations of a step: each token of the ``sampled`` rows ``rounds`` times, and the passes of the ``trained``."""
-    work, kept = _work(trained), cfg.model_copy(update={"model": cfg.model.model_copy(update={"recompute": False})})
+    """Operations of a step: each token of the ``sampled`` rows ``rounds`` times, and the passes of the ``trained``.
+
+    ``merged``, ``earlier_passes``: as Config has them. ``reference``: there is a pass for loss.kl.
+    """
+    work = _work(trained)
     frozen = sum(forward_flops(arch, work).values())
-    old_policy = frozen + lora_flops(arch, cfg.lora, work.tokens) * (not cfg.trains_merged)
-    passes = old_policy * cfg.earlier_passes + frozen * (cfg.loss.kl != "none")
+    old_policy = frozen + lora_flops(arch, lora, work.tokens) * (not merged)
+    passes = old_policy * earlier_passes + frozen * reference
     sampling = rounds * sum(forward_flops(arch, _work(sampled)).values())
-    return sampling + passes + sum(update_flops(kept, arch, work))
+    return sampling + passes + sum(update_flops(arch, lora, work, recompute=False, merged=merged))
 
 
 def speed(
@@ -68,7 +79,16 @@ def speed(
         "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / (ranks - apart),
     }
     if peak is not None:
-        operations = step_flops(cfg, arch, sampled, trained, rounds)
+        operations = step_flops(
+            arch,
+            cfg.lora,
+            sampled,
+            trained,
+            rounds,
+            merged=cfg.trains_merged,
+            earlier_passes=cfg.earlier_passes,
+            reference=cfg.loss.kl != "none",
+        )
         found["perf/mfu"] = operations / (timing["timing/step_s"] * peak * ranks)
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 

@@ -60,7 +60,7 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         evaluations=evaluations * sets * a_set,
         num_evaluations=evaluations,
         num_questions=sets * questions,
-        kept_bytes=kept * checkpoint_bytes(cfg, arch),
+        kept_bytes=kept * checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness),
     )
 
 

@@ -217,7 +217,8 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     jobs += [(short, wide), (short, wide, None, True)]
     (found,) = world.in_layouts(["TP1"], updates, jobs)["TP1"]
     layout = grid.of(cfg.parallel, cfg.rollout, 1)
-    assert memory.micro_batch_tokens(cfg, layout) == 512 and memory.line_tokens(cfg, layout) == 512 * 4 // 5
+    sizes = cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens
+    assert memory.micro_batch_tokens(*sizes) == 512 and memory.line_tokens(*sizes) == 512 * 4 // 5
     for (_, arch, *packed), each in zip(jobs[:5], found[:5], strict=True):
         planned = memory.step_memory(cfg, arch, layout, "cpu", 2**33).parts
         work = memory.activations(arch, cfg.lora, layout, element=4, recompute=recompute, tokens=512, scored=512)
@@ -253,7 +254,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
         "all": 3 * sum(sizes),
         "on the host": sum(tensor.nbytes for named in tensors.values() for tensor in named.values()),
         "planned": parameters.gathered_by_a_save(arch, cfg.lora, "npu"),
-        "checkpoint": parameters.checkpoint_bytes(cfg, arch),
+        "checkpoint": parameters.checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness),
     }
 
 

@@ -106,11 +106,11 @@ def test_a_push_takes_the_longer_of_its_products_and_its_writes(flops: float, ca
 def test_the_cause_of_a_phase_is_named_with_what_to_change():
     times, cfg = planned(hardware=dataclasses.replace(NPU, link=40e9))
     assert planned()[0].bound("reference") == "arithmetic" and times.bound("reference") == "expert exchange"
-    assert "parallel.expert" in preflight.advice(cfg, times, "reference")
+    assert "parallel.expert" in preflight.advice(cfg.rollout, cfg.model, times, "reference")
     times, cfg = planned("parallel.expert=16", ranks=32)
     small, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
     assert 3 < times.phases["optimizer"] / small.phases["optimizer"] < 8
-    assert "lora.expert_rank" in preflight.advice(cfg, times, "optimizer")
+    assert "lora.expert_rank" in preflight.advice(cfg.rollout, cfg.model, times, "optimizer")
 
 
 def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
@@ -159,7 +159,7 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     times, cfg = planned("rollout.kv_cache_mib=512", completion=1024)
     assert times.waves > 1 and times.phases["decode"] > planned(completion=1024)[0].phases["decode"]
     assert max(times.phases, key=times.phases.get) == "decode" and "rollout.kv_cache_mib" in preflight.advice(
-        cfg, times, "decode"
+        cfg.rollout, cfg.model, times, "decode"
     )
 
 
@@ -193,7 +193,7 @@ def test_decoding_waits_for_launches_with_and_without_graphs(eager, step_ms, wha
     """A step of 20 or 34 ms, while its roofline is 5 ms."""
     times, cfg = planned(f"rollout.enforce_eager={eager}")
     assert times.causes["decode"] == {"launches": pytest.approx(256 * step_ms / 1e3)}
-    assert what in preflight.advice(cfg, times, "decode")
+    assert what in preflight.advice(cfg.rollout, cfg.model, times, "decode")
 
 
 def test_decoding_ends_with_the_longest_row_of_which_others_have_ended():

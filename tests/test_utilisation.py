@@ -6,6 +6,7 @@ import pytest
 
 from inputs import hf_config
 from inputs.config import load_config
+from knobs import Config
 from plan import utilisation
 
 APART = ["rollout.sync=adapter", "rollout.expert_parallel=false"]  # no weights are merged
@@ -28,16 +29,28 @@ def by_hand(rows: list[tuple[int, int, int]], layers: float, attention: float, h
     return 2 * sum(parts) + attention * 48 * 4 * 32 * 128 * pairs
 
 
+def operations(cfg: Config, sampled: list[tuple[int, int, int]], trained: list[tuple[int, int, int]]) -> float:
+    return utilisation.step_flops(
+        QWEN3,
+        cfg.lora,
+        sampled,
+        trained,
+        merged=cfg.trains_merged,
+        earlier_passes=cfg.earlier_passes,
+        reference=cfg.loss.kl != "none",
+    )
+
+
 def test_operations_of_a_step_without_recompute_and_of_the_rows_that_trained() -> None:
     """Sampling is a pass, and so is the reference; an update has 1 + 1 of the layers, 1 + 2.5 of attention, 1 + 2 of
     the head, and 1 + 2 of the factors. Of two updates the old policy scores the rows of the second one."""
     once = by_hand(ROWS, 1, 1, 1, 0)
-    assert utilisation.step_flops(CFG, QWEN3, ROWS, ROWS) == pytest.approx(once + by_hand(ROWS, 3, 4.5, 4, 3), rel=2e-3)
+    assert operations(CFG, ROWS, ROWS) == pytest.approx(once + by_hand(ROWS, 3, 4.5, 4, 3), rel=2e-3)
     some = once + by_hand(ROWS[1:], 3, 4.5, 4, 3)
-    assert utilisation.step_flops(CFG, QWEN3, ROWS, ROWS[1:]) == pytest.approx(some, rel=2e-3)
-    assert utilisation.step_flops(CFG, QWEN3, ROWS, []) == pytest.approx(once, rel=2e-3)
+    assert operations(CFG, ROWS, ROWS[1:]) == pytest.approx(some, rel=2e-3)
+    assert operations(CFG, ROWS, []) == pytest.approx(once, rel=2e-3)
     two = load_config(CONFIG[0], ["optim.prompts_per_update=48", *APART, "loss.kl=none"])
-    found = utilisation.step_flops(two, QWEN3, ROWS, ROWS)
+    found = operations(two, ROWS, ROWS)
     assert found == pytest.approx(once + by_hand(ROWS, 2.5, 4, 3.5, 3.5), rel=2e-3)
 
 
@@ -45,7 +58,7 @@ def test_tokens_a_second_are_of_one_device_and_the_mfu_of_its_peak() -> None:
     found = utilisation.speed(CFG, QWEN3, ROWS, ROWS[2:], TIMING, 4, 1e12, NEW)
     assert found["perf/generate_tokens_per_s_device"] == 600 / 4.0 / 4
     assert found["perf/train_tokens_per_s_device"] == (80 + 240) / 5.0 / 4
-    flops = utilisation.step_flops(CFG, QWEN3, ROWS, ROWS[2:])
+    flops = operations(CFG, ROWS, ROWS[2:])
     assert found["perf/mfu"] == pytest.approx(flops / (10.0 * 1e12 * 4), rel=1e-3)
     assert "perf/mfu" not in utilisation.speed(CFG, QWEN3, ROWS, [], TIMING, 4, None, NEW)
 

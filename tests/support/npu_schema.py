@@ -72,7 +72,9 @@ def outcome(case: Case, where: str) -> list | str:
 def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMode) -> Case:
     """The attention of a full, packed micro-batch of one prompt's completions, the last of which trains nothing."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
-    rows = max(2, memory.micro_batch_tokens(cfg, layout) // cfg.row_tokens)
+    rows = max(
+        2, memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens) // cfg.row_tokens
+    )
     own = cfg.rollout.max_new_tokens
     tokens, mask = torch.ones(rows, cfg.row_tokens, dtype=torch.long), torch.zeros(rows, cfg.row_tokens)
     for row in range(rows - 1):
