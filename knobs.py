@@ -336,6 +336,11 @@ class Config(Section):
     eval: EvalConfig = knob(EvalConfig(), "accuracy of the policy without noise on held-out questions")
     train: TrainConfig = knob(..., "length, seeds, run folder")
 
+    def changed(self, **sections: dict[str, Any]) -> "Config":
+        """A copy with some keys of some sections changed. The new values are not checked."""
+        new = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=new)
+
     @property
     def row_tokens(self) -> int:
         """Tokens of the longest row: prompt and completion."""

@@ -310,13 +310,11 @@ def _of_one_micro_batch(done: DryRun) -> Config:
     """The configuration with a step of one update of one micro-batch."""
     group_size, row_tokens = done.cfg.rollout.group_size, done.cfg.row_tokens
     tokens = memory.micro_batch_tokens(done.cfg.optim, done.layout, group_size, row_tokens)
-    changes = {
-        "rollout": {"prompts_per_step": 1, "group_size": done.rows * done.layout.data},
-        "loss": {"skip_equal_groups": False},  # a group of one row would be skipped
-        "optim": {"prompts_per_update": 1, "tokens_per_micro_batch": tokens},
-    }
-    sections = {name: getattr(done.cfg, name).model_copy(update=new) for name, new in changes.items()}
-    return done.cfg.model_copy(update=sections)
+    return done.cfg.changed(
+        rollout={"prompts_per_step": 1, "group_size": done.rows * done.layout.data},
+        loss={"skip_equal_groups": False},  # a group of one row would be skipped
+        optim={"prompts_per_update": 1, "tokens_per_micro_batch": tokens},
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the command

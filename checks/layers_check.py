@@ -299,7 +299,7 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
         if writes:
             write_model(cfg, folder)
         torch.distributed.barrier()
-        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)})})
+        cfg = cfg.changed(model={"path": str(folder)})
         arch = hf_config.read(folder)
         opening.check_engine(cfg, arch, parallel.world_size)
         figures = compare(cfg, arch, parallel)

@@ -154,8 +154,8 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """
     ranks, counts = refused.ranks, _other_counts(refused.ranks, setting)
     cfg = _corrected(refused.cfg, setting.arch)
-    recomputing = _with(cfg, model={"recompute": True})
-    smaller = _with(recomputing, optim={"tokens_per_micro_batch": cfg.row_tokens})
+    recomputing = cfg.changed(model={"recompute": True})
+    smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})
     listed: list[Verdict] = []
     for base, tried, engines in (
         (cfg, [ranks], False),
@@ -209,13 +209,13 @@ def _variants(cfg: Config, ranks: int) -> Iterator[Config]:
     All ranks sample, or a quarter, a half or three quarters of them do nothing else, one step ahead.
     """
     weights = cfg.loss.importance if cfg.loss.corrects else "none"
-    together = _with(cfg, rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
+    together = cfg.changed(rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
     ways = [together if cfg.rollout.ranks else cfg]
     importance = "token" if cfg.loss.importance == "none" else cfg.loss.importance
     for part in sorted({ranks // 4, ranks // 2, ranks * 3 // 4, cfg.rollout.ranks}):
         if 0 < part < ranks:
             rollout = {"ranks": part, "staleness": 1}
-            ways.append(_with(cfg, rollout=rollout, loss={"importance": importance}))
+            ways.append(cfg.changed(rollout=rollout, loss={"importance": importance}))
     tokens = cfg.optim.tokens_per_micro_batch
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
     for way in ways:
@@ -223,7 +223,7 @@ def _variants(cfg: Config, ranks: int) -> Iterator[Config]:
         for recompute, size, eager in itertools.product((True, False), sizes, graphs):
             if size >= cfg.row_tokens:
                 optim = {"tokens_per_micro_batch": size}
-                yield _with(way, model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
+                yield way.changed(model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
 
 
 def _corrected(cfg: Config, arch: Architecture) -> Config:
@@ -233,20 +233,13 @@ def _corrected(cfg: Config, arch: Architecture) -> Config:
     cache, element = cfg.rollout.kv_cache_mib, ELEMENT_BYTES[cfg.model.dtype]
     if cfg.rollout.kind.reserves and cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, element) > cache:
         cache = cache_mib(arch, 1, cfg.row_tokens, element)  # one row fits with any rollout.tensor
-    return _with(
-        cfg,
+    return cfg.changed(
         optim={
             "prompts_per_update": update,
             "tokens_per_micro_batch": max(cfg.optim.tokens_per_micro_batch, cfg.row_tokens),
         },
         rollout={"kv_cache_mib": cache},
     )
-
-
-def _with(cfg: Config, **sections: dict) -> Config:
-    """``cfg`` with some keys of some sections changed."""
-    changed = {name: getattr(cfg, name).model_copy(update=keys) for name, keys in sections.items()}
-    return cfg.model_copy(update=changed)
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
@@ -279,10 +272,10 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
 
     def trains(ranks: int, **sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
-        return not trainer_problems(_with(cfg, parallel=split, rollout={"expert_parallel": False}), arch, ranks)
+        return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(ranks: int, tensor: int) -> bool:
-        return not sampler_problems(_with(cfg, rollout={"tensor": tensor}), arch, ranks)
+        return not sampler_problems(cfg.changed(rollout={"tensor": tensor}), arch, ranks)
 
     apart = cfg.rollout.ranks
     for ranks in (count for count in counts if count > apart):
@@ -296,8 +289,7 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
             {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
         ):
             yield (
-                _with(
-                    cfg,
+                cfg.changed(
                     parallel={"tensor": tensor, "expert": expert},
                     rollout={"tensor": replica, "expert_parallel": shared},
                 ),
