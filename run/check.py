@@ -82,7 +82,9 @@ def check_inputs(
         devices.resolve(cfg.device)
     functions.try_out(cfg)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
-    exists = cfg.tiny_model is None or tiny_model.exists(cfg)
+    exists = cfg.tiny_model is None or tiny_model.exists(
+        Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)
+    )
     arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
     refuse_first(problems(cfg, arch, ranks))
     if not exists:
@@ -203,8 +205,12 @@ def report(cfg: Config, ranks: int) -> str:
         check_functions(cfg, scorer)
         if inputs is None:
             making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
-            with tempfile.TemporaryDirectory() as folder:
-                untrained = tiny_model.untrained(cfg, Path(folder, "model"))
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary, "model")
+                folder.mkdir()
+                config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
+                tiny_model.write_random_model(folder, cfg.tiny_model, cfg.data, config)
+                untrained = cfg.changed(model={"path": str(folder)}).model_copy(update={"tiny_model": None})
                 inputs = check_inputs(untrained, ranks, scorer, with_device=not elsewhere)
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0

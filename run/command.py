@@ -41,7 +41,7 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
             with heartbeat.waiting():
                 device = world.enter_context(parallel_setup.open_world(cfg, side))
             if cfg.tiny_model is not None and not samples:
-                tiny_model.make(cfg, device, heartbeat.beat)
+                tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, heartbeat.beat)
             if bridge:
                 with heartbeat.waiting():
                     bridge.open(heartbeat)

@@ -285,7 +285,7 @@ def test_the_process_ends_with_that_line_and_code(expected, changes, run, place:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("module, name", [(doctor, "quick"), (tiny_model, "_write_random_model")])
+@pytest.mark.parametrize("module, name", [(doctor, "quick"), (tiny_model, "write_random_model")])
 def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (NEW, "train.stall_seconds=2")

@@ -70,8 +70,9 @@ def test_one_operation_gives_the_questions_and_the_warm_start_that_it_always_gav
 
 def test_the_recipe_of_an_older_model_is_still_that_of_one_operation() -> None:
     one, many = load_config("configs/tiny_cpu.yaml"), load_config("configs/bench.yaml")
-    assert tiny_model.recipe(one).keys() == {"tiny_model", "config", "operands"}
-    assert tiny_model.recipe(many)["operations"] == [1, 3]
+    older, newer = (tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens) for cfg in (one, many))
+    assert older.keys() == {"tiny_model", "config", "operands"}
+    assert newer["operations"] == [1, 3]
 
 
 def test_answers_of_several_operations_are_right_and_of_every_length() -> None:

@@ -12,13 +12,13 @@ import training
 from inputs import hf_config
 from knobs import Config
 from model import megatron_model
-from weights import huggingface, tiny_model
+from weights import huggingface
 
 
 def make(layout: str, cfg: Config, sender) -> None:
     """In a process of its own: what making the model ended with on rank 0."""
     try:
-        training.in_world(layout, tiny_model.make, cfg, torch.device("cpu"))
+        training.in_world(layout, training.make_tiny_model, cfg)
         sender.send("made or found")
     except RuntimeError as error:  # of the first rank that failed, with its traceback
         sender.send(str(error))
@@ -67,7 +67,7 @@ def warm_started(cfg: Config) -> tuple[list[torch.Tensor], list[str]]:
     with mock.patch.object(
         megatron_model, "build", lambda *args, **more: built.append(build(*args, **more)) or built[0]
     ):
-        tiny_model.make(cfg, torch.device("cpu"), heard.append)
+        training.make_tiny_model(cfg, heard.append)
     return [parameter.detach() for parameter in built[0].parameters()], heard
 
 

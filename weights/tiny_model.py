@@ -30,7 +30,7 @@ from facts.seeds import derive_seed
 from inputs import hf_config
 from inputs.config import flatten
 from inputs.files import aside, disk_errors, read_object, whole_folder
-from knobs import Config, ParallelConfig
+from knobs import DataConfig, ParallelConfig, TinyModelConfig
 from model import megatron_model
 from parallel_setup import Parallel
 from runlog.run_record import lock_file
@@ -55,22 +55,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def recipe(cfg: Config) -> dict:
-    """Everything that decides the weights of the model, except the number of ranks that make it."""
+def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
+    """Everything that decides the weights of the model, except the number of ranks that make it.
+
+    It has positions for rows of ``row_tokens``, and its tokenizer and warm start learn the arithmetic of ``data``.
+    """
     return {
-        "tiny_model": cfg.tiny_model.model_dump(mode="json"),
-        "config": hf_config.tiny_settings(cfg.tiny_model, cfg.row_tokens),
-        "operands": [arithmetic.LOWEST_OPERAND, cfg.data.operand_high],
-    } | ({} if operations(cfg) == arithmetic.ONE else {"operations": list(operations(cfg))})
+        "tiny_model": tiny.model_dump(mode="json"),
+        "config": hf_config.tiny_settings(tiny, row_tokens),
+        "operands": [arithmetic.LOWEST_OPERAND, data.operand_high],
+    } | ({} if operations(data) == arithmetic.ONE else {"operations": list(operations(data))})
 
 
-def operations(cfg: Config) -> tuple[int, int]:
-    return cfg.data.operations_low, cfg.data.operations_high
+def operations(data: DataConfig) -> tuple[int, int]:
+    return data.operations_low, data.operations_high
 
 
-def exists(cfg: Config) -> bool:
-    """Whether cfg.model.path already holds the model of this recipe. InputError if it holds anything else."""
-    folder, wanted = Path(cfg.model.path), recipe(cfg)
+def exists(folder: Path, wanted: dict) -> bool:
+    """Whether ``folder`` already holds the model of the recipe ``wanted``. InputError if it holds anything else."""
     if not folder.exists():
         return False
     try:
@@ -88,17 +90,24 @@ def exists(cfg: Config) -> bool:
     return True
 
 
-def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda done: None) -> None:
-    """Write the model that cfg.tiny_model describes to cfg.model.path, if it is not there. Collective.
+def make(
+    path: str,
+    tiny: TinyModelConfig,
+    data: DataConfig,
+    row_tokens: int,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda done: None,
+) -> None:
+    """Write the model of this recipe to the folder ``path``, if it is not there. Collective.
 
-    All ranks share the warm start as data-parallel replicas, whatever cfg.parallel says. ``beat`` is called at every
-    step, so that the watcher of stalled ranks sees progress.
+    All ranks share the warm start as data-parallel replicas, whatever the section parallel says. ``beat`` is called at
+    every step, so that the watcher of stalled ranks sees progress.
     """
-    folder = Path(cfg.model.path)
+    folder, wanted = Path(path), recipe(tiny, data, row_tokens)
     with disk_errors(f"model.path: {folder}", SafetensorError), ExitStack() as locks:
         for attempt in itertools.count():
             # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
-            answer = [_next_action(cfg, locks) if dist.get_rank() == 0 else ""]
+            answer = [_next_action(folder, wanted, locks) if dist.get_rank() == 0 else ""]
             dist.broadcast_object_list(answer)
             if answer[0] != "wait":
                 break
@@ -107,16 +116,15 @@ def make(cfg: Config, device: torch.device, beat: Callable[[str], None] = lambda
             beat("waiting for the process that makes the model")
             time.sleep(1)  # short waits, because the collectives of the other ranks have a timeout
         if answer[0] == "make":
-            _make(cfg, device, beat)
+            _make(folder, tiny, data, wanted, device, beat)
 
 
-def _next_action(cfg: Config, locks: ExitStack) -> str:
+def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
     """What to do next: "done" if the model exists, "make" if this process may make it, otherwise "wait".
 
     ``locks`` then holds the lock, which is on a file beside the model's folder and ends with the process.
     """
-    folder = Path(cfg.model.path)
-    if exists(cfg):
+    if exists(folder, wanted):
         return "done"
     path = folder.with_name(f".making-{folder.name}.lock")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -126,48 +134,50 @@ def _next_action(cfg: Config, locks: ExitStack) -> str:
         return "wait"
     except OSError as error:
         print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
-    return "done" if exists(cfg) else "make"
+    return "done" if exists(folder, wanted) else "make"
 
 
-def _make(cfg: Config, device: torch.device, beat: Callable[[str], None]) -> None:
+def _make(
+    folder: Path,
+    tiny: TinyModelConfig,
+    data: DataConfig,
+    wanted: dict,
+    device: torch.device,
+    beat: Callable[[str], None],
+) -> None:
     parallel = parallel_setup.open_layout(ParallelConfig(), device)
-    folder, tiny = Path(cfg.model.path), cfg.tiny_model
     unfinished = aside(folder)
     with whole_folder(folder) if parallel.rank == 0 else nullcontext():
         if parallel.rank == 0:
             print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
-            _write_random_model(cfg, unfinished)
+            write_random_model(unfinished, tiny, data, wanted["config"])
         dist.barrier()
         if tiny.warm_start_steps:
             arch = hf_config.read(unfinished)
             model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False, aux_loss=AUX_LOSS)
             huggingface.load(model, arch, parallel, unfinished)
-            _warm_start(model, cfg, parallel, data_gsm8k.load_tokenizer(unfinished), beat)
+            _warm_start(model, tiny, data, parallel, data_gsm8k.load_tokenizer(unfinished), beat)
             if parallel.rank == 0:
                 huggingface.save_model(huggingface.export(model, arch, parallel), unfinished)
         if parallel.rank == 0:
-            record = recipe(cfg) | {"made_by_ranks": parallel.world_size}
+            record = wanted | {"made_by_ranks": parallel.world_size}
             (unfinished / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     dist.barrier()
     parallel_setup.close_layout()
 
 
-def untrained(cfg: Config, folder: Path) -> Config:
-    """Write the model without its warm start to a new ``folder``, for checks of the input; -> cfg with this model."""
-    folder.mkdir()
-    _write_random_model(cfg, folder)
-    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder)}), "tiny_model": None})
+def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, config: dict) -> None:
+    """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``.
 
-
-def _write_random_model(cfg: Config, folder: Path) -> None:
-    """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``."""
-    (folder / "config.json").write_text(json.dumps(recipe(cfg)["config"], indent=1) + "\n")
+    ``config``: config.json of the recipe.
+    """
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
-    rng, low, high = random.Random(1), arithmetic.LOWEST_OPERAND, cfg.data.operand_high
-    problems = (arithmetic.problem(rng, low, high, False, operations(cfg)) for _ in range(2000))
+    rng, low, high = random.Random(1), arithmetic.LOWEST_OPERAND, data.operand_high
+    problems = (arithmetic.problem(rng, low, high, False, operations(data)) for _ in range(2000))
     texts = (f"user\n{problem.question}\nassistant\n{arithmetic.solution(problem.lines)}" for problem in problems)
-    build_tokenizer(texts, cfg.tiny_model.vocab_size, folder)
-    huggingface.save_model(random_weights(hf_config.read(folder), cfg.tiny_model.seed), folder)
+    build_tokenizer(texts, tiny.vocab_size, folder)
+    huggingface.save_model(random_weights(hf_config.read(folder), tiny.seed), folder)
 
 
 def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -195,13 +205,14 @@ def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]
 
 def _warm_start(
     model: torch.nn.Module,
-    cfg: Config,
+    tiny: TinyModelConfig,
+    data: DataConfig,
     parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
     beat: Callable[[str], None],
 ) -> None:
     """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
-    tiny, low, high = cfg.tiny_model, arithmetic.LOWEST_OPERAND, cfg.data.operand_high
+    low, high = arithmetic.LOWEST_OPERAND, data.operand_high
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -218,7 +229,7 @@ def _warm_start(
             group["lr"] = WARM_START_LR * min(1.0, (step + 1) / WARMUP_STEPS) * decay
         num_examples = tiny.drills_per_batch if step % 2 else WORDS_PER_BATCH
         examples = [
-            drill(rng, low, high, operations(cfg)) if step % 2 else _word_problem(cfg, rng, tokenizer)
+            drill(rng, low, high, operations(data)) if step % 2 else _word_problem(tiny, data, rng, tokenizer)
             for _ in range(-(-num_examples // parallel.world_size))
         ]
         tokens, mask = (rows.to(parallel.device) for rows in _padded(examples, tokenizer))
@@ -235,13 +246,15 @@ def _warm_start(
             steps.set_postfix(loss=f"{parallel.sum_over_data(loss).item():.3f}")
 
 
-def _word_problem(cfg: Config, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def _word_problem(
+    tiny: TinyModelConfig, data: DataConfig, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
-    problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, cfg.data.operand_high, False, operations(cfg))
+    problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, operations(data))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
-    return prompt, sloppy_solution(problem, rng, cfg.tiny_model.teacher_right, cfg.tiny_model.teacher_wrong_operation)
+    return prompt, sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:

@@ -75,11 +75,16 @@ def config(model: Path, out_dir: Path, **changes: object) -> Config:
     return Config.model_validate(tree)
 
 
+def make_tiny_model(cfg: Config, beat: Callable[[str], None] = lambda done: None) -> None:
+    """The model of ``cfg.tiny_model`` at its path. Collective."""
+    tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, torch.device("cpu"), beat)
+
+
 def make_model(folder: Path, architecture: str = "qwen3_moe", **sizes: int) -> Path:
     """Make a random tiny model in ``folder``, in a forked process."""
     tiny = {f"tiny_model__{key}": value for key, value in (SIZES | sizes).items()}
     cfg = config(folder, folder, tiny_model__architecture=architecture, **tiny)
-    in_world("TP1", tiny_model.make, cfg, torch.device("cpu"))
+    in_world("TP1", make_tiny_model, cfg)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_TOKENS}))
     return folder
 
