@@ -23,7 +23,7 @@ from inputs.files import one_line, read_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from knobs import Config
+    from knobs import LossConfig, RewardConfig, RolloutConfig
 
 NEEDED = "needed: FILE.py:NAME, a Python file and a function in it"
 
@@ -64,9 +64,9 @@ def line_of(trace: TracebackType | None, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def files(cfg: Config) -> list[tuple[str, str, Path]]:
-    """(key, name relative to its folder, path) of the files of all functions that ``cfg`` names, if they are there."""
-    named = {"reward.function": cfg.reward.function, "loss.advantage": cfg.loss.advantage, "loss.kind": cfg.loss.kind}
+def files(reward: RewardConfig, loss: LossConfig) -> list[tuple[str, str, Path]]:
+    """(key, name relative to its folder, path) of the files of all functions that are named, if they are there."""
+    named = {"reward.function": reward.function, "loss.advantage": loss.advantage, "loss.kind": loss.kind}
     there = {key: Path(value.rpartition(":")[0]).resolve() for key, value in named.items() if value and ":" in value}
     return [
         (key, os.path.relpath(each, path.parent), each)
@@ -125,26 +125,25 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
     return called
 
 
-def try_out(cfg: Config) -> None:
+def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
     """Call the functions of advantage and loss once, with small tensors; InputError for what a run would refuse."""
-    of_rewards, of_tokens = advantage(cfg.loss.advantage), token_loss(cfg.loss.kind)
+    of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
         return
     import torch
 
-    rewards = torch.rand(
-        cfg.rollout.prompts_per_step, cfg.rollout.group_size, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(rollout.prompts_per_step, rollout.group_size, generator=generator)
     if callable(of_rewards):
         of_rewards(rewards)
     if callable(of_tokens):
         from grpo import LossInputs
 
-        logp, clip = -rewards[:2], (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)
+        logp, clip = -rewards[:2], (loss.clip_low, loss.clip_high, loss.dual_clip)
         of_tokens(LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip))
 
 
-def compare_orders(cfg: Config) -> None:
+def compare_orders(loss: LossConfig) -> None:
     """InputError unless the functions of advantage and loss repeat themselves, and ignore the order of their rows.
 
     For an advantage that is also the order of the completions of a question.
@@ -155,17 +154,17 @@ def compare_orders(cfg: Config) -> None:
 
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.arange(4).roll(1), torch.arange(6).roll(1)
-    of_rewards, of_tokens = advantage(cfg.loss.advantage), token_loss(cfg.loss.kind)
+    of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if callable(of_rewards):
         rewards = torch.randint(0, 3, (4, 6), generator=generator) / 2
         plain, again = of_rewards(rewards), of_rewards(rewards)
         turned = of_rewards(rewards[rows][:, columns])
         alike = plain.equal(again) and turned.allclose(plain[rows][:, columns], atol=1e-5)
-        _require(alike, "loss.advantage", cfg.loss.advantage)
+        _require(alike, "loss.advantage", loss.advantage)
     if callable(of_tokens):
         mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).float()
         logp, old_logp, better = (torch.randn(4, 6, generator=generator) * mask for _ in range(3))
-        clip = cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip
+        clip = loss.clip_low, loss.clip_high, loss.dual_clip
 
         def losses(order: Tensor) -> Tensor:
             given = LossInputs(logp[order], old_logp[order], better[order], mask[order], *clip)
@@ -173,7 +172,7 @@ def compare_orders(cfg: Config) -> None:
 
         plain, again = losses(torch.arange(4)), losses(torch.arange(4))
         alike = plain.equal(again) and losses(rows).allclose(plain[rows], atol=1e-5)
-        _require(alike, "loss.kind", cfg.loss.kind)
+        _require(alike, "loss.kind", loss.kind)
 
 
 def _require(alike: bool, key: str, named: str) -> None:

@@ -26,7 +26,7 @@ from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_yaml
 from inputs.rules import problems, refuse_first, sides
-from knobs import Config
+from knobs import Config, DataConfig, LossConfig, RewardConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
@@ -80,7 +80,7 @@ def check_inputs(
     """
     if with_device:
         devices.resolve(cfg.device)
-    functions.try_out(cfg)
+    functions.try_out(cfg.loss, cfg.rollout)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
     exists = cfg.tiny_model is None or tiny_model.exists(
         Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)
@@ -145,7 +145,7 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
         *((name, data, "test") for name, data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).items()),
     ]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
-        answers = [right_answer(cfg, row) for row in rows]
+        answers = [right_answer(cfg.reward, cfg.data.instruction, row) for row in rows]
         calls = [Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)]
         scores: list[Score] = []
         for start in tqdm(
@@ -166,27 +166,27 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
             )
 
 
-def check_functions(cfg: Config, scorer: Scorer) -> None:
-    """InputError unless the functions that ``cfg`` names repeat themselves and treat all rows alike.
+def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
+    """InputError unless the user's functions repeat themselves and treat all rows alike.
 
     Whether they reward the right thing cannot be judged here.
     """
-    if cfg.reward.function:
-        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+    if reward.function:
+        rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
         calls = [Call(row.answer, row.gold, row.columns) for row in rows]
         if scorer(calls) != scorer(calls[::-1])[::-1]:
             raise InputError(
-                f"reward.function: {cfg.reward.function} scores an answer differently in two calls; needed: a score "
+                f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
                 "that depends on its arguments alone"
             )
-    functions.compare_orders(cfg)
+    functions.compare_orders(loss)
 
 
-def right_answer(cfg: Config, question: Question | Row) -> str:
+def right_answer(reward: RewardConfig, instruction: str, question: Question | Row) -> str:
     """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
-    asks_for_box = reward_gsm8k.BOXED in cfg.data.instruction
-    return answer if cfg.reward.function else reward_gsm8k.in_form(answer, cfg.reward.method, asks_for_box)
+    asks_for_box = reward_gsm8k.BOXED in instruction
+    return answer if reward.function else reward_gsm8k.in_form(answer, reward.method, asks_for_box)
 
 
 def report(cfg: Config, ranks: int) -> str:
@@ -202,7 +202,7 @@ def report(cfg: Config, ranks: int) -> str:
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
         inputs = check_inputs(cfg, ranks, scorer, with_device=not elsewhere)
         check_answers(cfg, scorer)
-        check_functions(cfg, scorer)
+        check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
         if inputs is None:
             making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
             with tempfile.TemporaryDirectory() as temporary:
@@ -215,7 +215,8 @@ def report(cfg: Config, ranks: int) -> str:
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
-    prompt, answer = inputs.tokenizer.decode(first.prompt), right_answer(cfg, first)
+    prompt = inputs.tokenizer.decode(first.prompt)
+    answer = right_answer(cfg.reward, cfg.data.instruction, first)
     if rollout.opened_thinking(first.prompt, inputs.tokenizer):  # the model continues it
         answer = answer.removeprefix("<think>")
     start = (
@@ -281,24 +282,24 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
-        f"{''.join(unread_forms(cfg, inputs))}"
+        f"{''.join(unread_forms(cfg.reward, cfg.data.instruction, inputs))}"
     )
 
 
-def unread_forms(cfg: Config, inputs: Inputs) -> list[str]:
+def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
     """A warning for each form of answers that most prompts ask for and that reward.method does not read."""
-    if cfg.reward.function:
+    if reward.function:
         return []
-    texts = {"data.instruction": [cfg.data.instruction]}
+    texts = {"data.instruction": [instruction]}
     for name, part in {"train": inputs.questions, "held out": inputs.held_out, **inputs.sets}.items():
         texts[f"{name}: the questions' own text"] = [one.question for one in part]
     warnings = []
     for name, of_part in texts.items():
         for form, readers in reward_gsm8k.READERS.items():
             asking = sum(form in text for text in of_part)
-            if 2 * asking > len(of_part) and cfg.reward.method not in readers:
+            if 2 * asking > len(of_part) and reward.method not in readers:
                 warnings.append(
-                    f"\nwarning: {name} asks for {form!r} and stays in the prompt; reward.method={cfg.reward.method} "
+                    f"\nwarning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
                     f"does not read that form, reward.method={readers[0]} does"
                 )
     return warnings

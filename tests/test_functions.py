@@ -405,9 +405,9 @@ def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(
     scorer = Scorer(cfg.reward)
     try:
         if named:
-            assert refused(check.check_functions, cfg, scorer).startswith(named)
+            assert refused(check.check_functions, cfg.reward, cfg.loss, cfg.data, scorer).startswith(named)
         else:
-            check.check_functions(cfg, scorer)
+            check.check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
     finally:
         scorer.close()
 
@@ -420,7 +420,7 @@ def test_the_file_and_what_it_imports_are_inputs_of_the_run(tmp_path: Path) -> N
     (tmp_path / "part.py").write_text("import json, numpy\nvalue = 1.0\n")
     cfg: Config = config_in(tmp_path)
     cfg = cfg.model_copy(update={"reward": RewardConfig(function=f"{tmp_path}/mine.py:f")})
-    recorded = run_record.inputs(cfg)
+    recorded = run_record.inputs(run_record.input_files(cfg))
     assert list(recorded["functions"]) == ["reward.function mine.py", "reward.function part.py"]
     run_record.write_records(tmp_path, cfg, 1)
     assert run_record.changed_inputs(tmp_path, cfg) == []
