@@ -31,7 +31,7 @@ from facts.root import ROOT
 from inputs import functions
 from inputs.config import to_yaml
 from inputs.files import opened, read_bytes, read_object, usable_cores, variable, write_atomically
-from knobs import Config, listed
+from knobs import Config, DataConfig, EvalConfig, listed
 
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
@@ -193,16 +193,15 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 # ---------------------------------------------------------------- model and data of the run
 
 
-def inputs(cfg: Config, beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
+def inputs(files: dict[str, dict[str, Path]], beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
     """sha256 of each of input_files. 60 GB take a minute at first, or half an hour from a slow disk."""
-    files = input_files(cfg)
     found = sha256_of_inputs([path for named in files.values() for path in named.values()], beat)
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
-def data_files(cfg: Config) -> dict[str, str]:
+def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
     """Every data file that a run reads, by its key; [0], [1] and so on follow the key of a list."""
-    data, sets = cfg.data, {f"eval.sets.{name}": paths for name, paths in cfg.eval.sets.items()}
+    sets = {f"eval.sets.{name}": paths for name, paths in evaluation.sets.items()}
     read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
     return {
         f"{key}[{index}]" if isinstance(paths, tuple) else key: path
@@ -220,8 +219,9 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     # inputs.json says train for data.train_path.
-    used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in data_files(cfg).items()}
-    own = {f"{key} {name}": path for key, name, path in functions.files(cfg)}
+    read = data_files(cfg.data, cfg.eval)
+    used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in read.items()}
+    own = {f"{key} {name}": path for key, name, path in functions.files(cfg.reward, cfg.loss)}
     return {
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},
@@ -284,7 +284,8 @@ def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    paths, present = input_files(cfg), inputs(cfg, beat)
+    paths = input_files(cfg)
+    present = inputs(paths, beat)
     lines = []
     for kind in present | recorded:
         now, was = present.get(kind, {}), recorded.get(kind, {})
@@ -330,7 +331,7 @@ def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[],
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
-        "inputs.json": json.dumps(inputs(cfg, beat), indent=1) + "\n",
+        "inputs.json": json.dumps(inputs(input_files(cfg), beat), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
         # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.

@@ -74,7 +74,7 @@ def make_run(folder: Path, name: str) -> None:
         "train: {steps: 7}",
     ]
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")
-    inputs = run_record.inputs(load_config(folder / "config.yaml"))
+    inputs = run_record.inputs(run_record.input_files(load_config(folder / "config.yaml")))
     (folder / "inputs.json").write_text(json.dumps(inputs))
 
 

@@ -238,7 +238,7 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
     factors = {name: factor.clone() for name, factor in policy.whole()}
     if parallel.rank == 0:
         (folder / "config.yaml").write_text(to_yaml(cfg))
-        (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
+        (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
         checkpoint.save(folder, 1, {"adapter": factors}, {}, cfg)
     prompts = reference.tokens(rows=64, length=9, seed=3).tolist()
     answers = engine.sample(prompts, seeds=[0] * 64, num_samples=1, max_new_tokens=24, temperature=0.0)

@@ -120,11 +120,11 @@ def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
     cfg["eval"] = {"sets": {"math": str(data), "gone": str(tmp_path / "gone.jsonl")}}
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert run_record.inputs(Config.model_validate(cfg)) == {
+    assert run_record.inputs(run_record.input_files(Config.model_validate(cfg))) == {
         "model": {"config.json": abc},
         "data": {"train[0]": empty, "train[1]": abc, "test": empty, "eval.sets.math": empty},
     }
-    assert run_record.inputs(config_in(tmp_path)) == {"model": {}, "data": {}}
+    assert run_record.inputs(run_record.input_files(config_in(tmp_path))) == {"model": {}, "data": {}}
 
 
 def test_checksums_cover_every_record_and_those_of_resumed_starts(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def lighten(lenient: bool = True) -> None:
 
 def record_inputs(folder: Path, cfg: Config, *_: object) -> None:
     """Record the checksums that a resumed start compares."""
-    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(cfg)))
+    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
 
 
 def raised(plant: Plant, cfg: Config, layout: str = "TP1", lenient: bool = True) -> list[tuple[type, str]]:
