@@ -32,7 +32,7 @@ from facts.checks import (
     WINDOW,
 )
 from facts.exits import Tripped
-from knobs import Config
+from knobs import Config, RolloutConfig
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
@@ -55,7 +55,7 @@ def wrong_merge(share: float) -> str:
 def cannot_judge(cfg: Config) -> dict[str, str]:
     """The checks that no run of ``cfg`` can fail, whatever is wrong with it, each with the reason.  check -> reason"""
     least_steps = {
-        "truncated": truncated_steps(cfg),
+        "truncated": truncated_steps(cfg.rollout),
         "gradient_spike": SPIKE_START + 1,
         "reward_constant": CONSTANT_STEPS,
         "collapse": 2 * WINDOW,
@@ -74,9 +74,9 @@ def cannot_judge(cfg: Config) -> dict[str, str]:
     return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
 
 
-def truncated_steps(cfg: Config) -> int:
+def truncated_steps(rollout: RolloutConfig) -> int:
     """The number of steps that sample enough completions to judge how many are truncated."""
-    return -(-TRUNCATED_COMPLETIONS // (cfg.rollout.prompts_per_step * cfg.rollout.group_size))
+    return -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
 
 
 class Tripwires:
@@ -239,7 +239,7 @@ class Tripwires:
 
     def _truncated(self, when: str, metrics: dict[str, float]) -> None:
         """Whether most completions are truncated, over as many steps as have 256 of them; fewer may be chance."""
-        rollout, steps = self.cfg.rollout, truncated_steps(self.cfg)
+        rollout, steps = self.cfg.rollout, truncated_steps(self.cfg.rollout)
         if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:  # then "sampling" is silent, too
             return
         share = fmean(self._column("response_length/truncated_frac")[-steps:])
