@@ -31,7 +31,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from hardware import quantisation as quantised
 from inputs import hf_config
-from inputs.config import changed_keys, command, load_recorded
+from inputs.config import changed_keys, command, load_recorded, to_dict
 from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
 from knobs import Config, LoraConfig, ModelConfig
 from runlog.run_record import refuse_changed_inputs
@@ -80,9 +80,8 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
             there = first_names(other.name for other in folder.glob("step-*"))
             raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
         found = checkpoint.load(path, only="adapter")
-    if changed := [
-        line for line in changed_keys(found.config, cfg) if line.startswith(("lora.", "model.dtype", "model.quant"))
-    ]:
+    lines = changed_keys(found.config, to_dict(cfg))
+    if changed := [line for line in lines if line.startswith(("lora.", "model.dtype", "model.quant"))]:
         raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
     return cfg, found
 

@@ -20,7 +20,7 @@ from facts.checks import CHECKS
 from facts.exits import InputError
 from inputs.files import BAD_INPUT, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, other_values, problems
-from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section
+from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -39,11 +39,12 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
     about sizes of the layout are left to the caller.
     """
     file_tree = read_file(path)
-    _refuse_idle(flatten(file_tree), _typed(file_tree, f"{path}: "), f"{path}: ")
+    of_file = _typed(file_tree, f"{path}: ")
+    _refuse_idle(flatten(file_tree), idle_keys(of_file), f"{path}: ")
     tree, given, notes = _overridden(file_tree, overrides)
     cfg = _typed(tree, "override ")
-    _refuse_idle(given, cfg, "override ")
     idle = idle_keys(cfg)
+    _refuse_idle(given, idle, "override ")
     if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
         idle["data.num_train"] = "it counts the questions of another data.source"
     for key in [key for key in idle if key in flatten(tree)]:
@@ -51,11 +52,11 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
         tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
         notes.append(f"{key}: not read, {idle[key]}")
     cfg = _typed(tree, "")
-    found = unknown_checks(cfg) + (problems(cfg) if layout else other_values(cfg))
+    found = unknown_checks(cfg.checks) + (problems(cfg) if layout else other_values(cfg))
     if found:
         raise InputError("; ".join(found))
     if cfg.model.path != file_tree["model"]["path"]:
-        _refuse_mistyped_model(cfg, given)
+        _refuse_mistyped_model(cfg.model.path, cfg.tiny_model, given)
     return cfg, notes
 
 
@@ -76,16 +77,16 @@ def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], l
     return tree, given, notes
 
 
-def _refuse_mistyped_model(cfg: Config, given: Set[str]) -> None:
+def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[str]) -> None:
     """InputError for an override of model.path to a folder that is not there, unless a tiny model is wanted there.
 
     It may be mistyped, or a model to download. A key of tiny_model beside it says that the model is to be made.
     """
     wants_tiny_model = any(key.startswith("tiny_model.") for key in given)
-    if cfg.tiny_model is not None and not wants_tiny_model and not Path(cfg.model.path).exists():
+    if tiny is not None and not wants_tiny_model and not Path(path).exists():
         raise InputError(
-            f"override model.path: there is no {cfg.model.path}; needed: the folder of a model (and tiny_model=null), "
-            f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={cfg.tiny_model.seed}"
+            f"override model.path: there is no {path}; needed: the folder of a model (and tiny_model=null), "
+            f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={tiny.seed}"
         )
 
 
@@ -140,9 +141,10 @@ def _with(tree: dict, key: str, value: Any) -> dict:
     return tree | {section: before | {name: value}}
 
 
-def _refuse_idle(keys: Iterable[str], cfg: Config, where: str) -> None:
-    if idle := [f"{where}{key}: not read, {reason}" for key, reason in idle_keys(cfg).items() if key in keys]:
-        raise InputError("; ".join(idle))
+def _refuse_idle(keys: Iterable[str], idle: dict[str, str], where: str) -> None:
+    """InputError for those of ``keys`` that are ``idle``, each with its reason."""
+    if unread := [f"{where}{key}: not read, {reason}" for key, reason in idle.items() if key in keys]:
+        raise InputError("; ".join(unread))
 
 
 # the type of an error of pydantic -> what is needed
@@ -213,11 +215,11 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
     return found | {name: one for outer, kind in found.items() for name, one in _sections(kind, f"{outer}.").items()}
 
 
-def unknown_checks(cfg: Config) -> list[str]:
+def unknown_checks(checks: ChecksConfig) -> list[str]:
     """A message for each name in checks.warn and checks.off that no check of run/tripwires.py has."""
     return [
         f"checks.warn, checks.off: {name!r} is no check; nearest: {_nearest_check(name)}"
-        for name in (*cfg.checks.warn, *cfg.checks.off)
+        for name in (*checks.warn, *checks.off)
         if name not in CHECKS
     ]
 
@@ -308,12 +310,12 @@ def hash_of(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str]:
-    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` is an earlier to_dict.
+def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
+    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` and ``new`` are a to_dict.
 
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
-    before, after = flatten(old), flatten(to_dict(new))
+    before, after = flatten(old), flatten(new)
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):
@@ -325,16 +327,16 @@ def changed_keys(old: dict, new: Config, may: Set[str] = MAY_CHANGE) -> list[str
     ]
 
 
-def changes_at_resume(old: dict, new: Config) -> tuple[list[str], list[str]]:
+def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """changed_keys, divided into those that a resume refuses and those that it takes over.
 
     More train.steps may follow if no schedule depends on their number; otherwise the line says why not.
     """
-    before = flatten(old).get("train.steps")
+    before, after = flatten(old).get("train.steps"), flatten(new)
     against = {
-        "a resume can only add steps": type(before) is not int or new.train.steps < before,
-        "optim.decay depends on it": new.optim.decay != "constant",
-        "aqn.schedule depends on it": new.aqn.schedule not in ("off", "constant"),
+        "a resume can only add steps": type(before) is not int or after["train.steps"] < before,
+        "optim.decay depends on it": after["optim.decay"] != "constant",
+        "aqn.schedule depends on it": after["aqn.schedule"] not in ("off", "constant"),
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
     may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}

@@ -24,7 +24,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
 from inputs import functions, hf_config
-from inputs.config import to_yaml
+from inputs.config import to_dict, to_yaml
 from inputs.rules import problems, refuse_first, sides
 from knobs import Config, DataConfig, LossConfig, RewardConfig
 from parallel_setup import launched_rank, launched_world_size
@@ -248,15 +248,18 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
     """
     if cfg.train.resume == "never":
         return None
-    is_auto = cfg.train.resume == "auto"
-    saved = checkpoint.find_resumable(cfg) if is_auto else checkpoint.latest(Path(cfg.train.resume))
+    is_auto, config = cfg.train.resume == "auto", to_dict(cfg)
+    if is_auto:
+        saved = checkpoint.find_resumable(checkpoint.runs_of(cfg.name, Path(cfg.train.out_dir)), config)
+    else:
+        saved = checkpoint.latest(Path(cfg.train.resume))
     if saved is None and is_auto:
         return None
     if saved is None:
         raise InputError(
             f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
         )
-    checkpoint.check_resume(saved, cfg)
+    checkpoint.check_resume(saved, config)
     for line in run_record.refuse_changed_inputs(
         saved.run_dir,
         cfg,

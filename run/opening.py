@@ -154,7 +154,9 @@ class Run:
 
         if parallel.rank == 0:
             state = counts | {"checks": self.tripwires.messages}
-            checkpoint.save(self.log.run_dir, after_steps, tensors, state, self.cfg, compare)
+            checkpoint.save(
+                self.log.run_dir, after_steps, tensors, state, to_dict(self.cfg), self.cfg.train.keep_last, compare
+            )
         else:
             compare(None)
         dist.barrier()
@@ -207,7 +209,7 @@ def open_run(
         dist.barrier()  # rank 0 alone reads the model's files for their checksums
     if saved:
         log.rewind(first_step)
-        if changed := changes_at_resume(saved.config, cfg)[1]:
+        if changed := changes_at_resume(saved.config, to_dict(cfg))[1]:
             log.say(f"note: changed at this resume: {'; '.join(changed)}")
     log.open_trackers(first_step)
     policy = Policy.load(cfg, inputs.arch, parallel)

@@ -11,7 +11,7 @@ import torch
 from breaking import flip_a_bit
 from pytest import MonkeyPatch
 from safetensors import SafetensorError
-from saved import config_in, is_whole, names, opened, saved, tensors_of
+from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
 
 from facts.exits import InputError
 from inputs.config import changes_at_resume, to_dict
@@ -35,7 +35,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, cfg: Config) -> None:
         "optimizer": {"step": torch.tensor(7, dtype=torch.int64), "none": torch.empty(0, 4)},
     }
     state = {"rng": [1, 2, 3], "lr": 0.1 + 0.2}
-    path = checkpoint.save(tmp_path, 20, tensors, state, cfg)
+    path = save(tmp_path, 20, tensors, state, cfg)
     assert path == tmp_path / "checkpoints" / "step-000020"
     found = checkpoint.latest(tmp_path)
     assert (found.step, found.state, found.path) == (20, state, path)
@@ -47,7 +47,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, cfg: Config) -> None:
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, cfg: Config) -> None:
     saved(tmp_path, cfg, 1, 2)
-    checkpoint.save(tmp_path, 2, tensors_of(5), {"again": True}, cfg)
+    save(tmp_path, 2, tensors_of(5), {"again": True}, cfg)
     found = checkpoint.latest(tmp_path)
     assert (found.step, found.state) == (2, {"again": True}) and float(found.tensors["adapter"]["b"][0, 0]) == 5
     assert names(tmp_path) == ["step-000001", "step-000002"]
@@ -155,7 +155,7 @@ def start_a_run(cfg: Config, *steps: int) -> runlog.RunLog:
 
 
 def test_the_newest_unfinished_run_with_a_good_checkpoint_is_resumed(cfg: Config) -> None:
-    assert checkpoint.find_resumable(cfg) is None
+    assert resumable(cfg) is None
     runs = [start_a_run(cfg, 1) for _ in range(2)]
     empty, damaged, finished = start_a_run(cfg), start_a_run(cfg, 1), start_a_run(cfg, 1)
     (damaged.run_dir / "checkpoints" / "step-000001" / "state.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_the_newest_unfinished_run_with_a_good_checkpoint_is_resumed(cfg: Config
     for log in (*runs, empty, damaged, finished, other):
         log.close()
     said: list[str] = []
-    assert checkpoint.find_resumable(cfg, said.append).path.parent.parent == runs[-1].run_dir
+    assert resumable(cfg, said.append).path.parent.parent == runs[-1].run_dir
     assert len(said) == 1 and "state.json: corrupted" in said[0]
 
 
@@ -173,7 +173,7 @@ def test_more_than_ten_runs_of_one_second_are_ordered_by_number(tmp_path: Path, 
         log = start_a_run(cfg, 1)
         log.close()
         log.run_dir.rename(tmp_path / "out" / f"tiny-20300102-030405{suffix}")
-    assert checkpoint.find_resumable(cfg).path.parent.parent.name == "tiny-20300102-030405-11"
+    assert resumable(cfg).path.parent.parent.name == "tiny-20300102-030405-11"
 
 
 def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg: Config) -> None:
@@ -181,30 +181,30 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     other = cfg.model_copy(update={"optim": OptimConfig(lr=0.5)})
     log = start_a_run(cfg, 1)
     said: list[str] = []
-    assert checkpoint.find_resumable(other, said.append) is None  # it still lives
+    assert resumable(other, said.append) is None  # it still lives
     assert said == [f"{log.run_dir}: not resumed: a live process writes it"]
     with pytest.raises(InputError, match="a live process writes this run .*train.resume=never"):
-        checkpoint.find_resumable(cfg)  # not a second run beside it
+        resumable(cfg)  # not a second run beside it
     log.close()
     with pytest.raises(
         InputError, match="step-000001: changed since: optim.lr: 1e-05 -> 0.5; .*resume=never"
     ) as raised:
-        checkpoint.find_resumable(other)
+        resumable(other)
     assert f"train.resume={log.run_dir}" in str(raised.value)
     finished = start_a_run(cfg, 1)
     finished.close()
     (finished.run_dir / "finished.json").write_text("{}")
     said.clear()
-    assert checkpoint.find_resumable(other, said.append) is None  # a new run has been wished since
+    assert resumable(other, said.append) is None  # a new run has been wished since
     assert said == [f"note: {log.run_dir}: not finished, and left: optim.lr: 1e-05 -> 0.5"]
-    assert checkpoint.find_resumable(cfg).run_dir == log.run_dir
+    assert resumable(cfg).run_dir == log.run_dir
 
 
 def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -> None:
     log = start_a_run(cfg)
     log.close()
     said: list[str] = []
-    assert checkpoint.find_resumable(cfg, said.append) is None
+    assert resumable(cfg, said.append) is None
     (line,) = said
     assert line.startswith(f"note: {log.run_dir}: not finished, and without a usable checkpoint; that folder is left")
 
@@ -212,7 +212,7 @@ def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -
 def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_schedule(cfg: Config) -> None:
     def steps(number: int, **changes: object) -> tuple[list[str], list[str]]:
         train = cfg.train.model_copy(update={"steps": number})
-        return changes_at_resume(to_dict(cfg), cfg.model_copy(update={"train": train, **changes}))
+        return changes_at_resume(to_dict(cfg), to_dict(cfg.model_copy(update={"train": train, **changes})))
 
     assert steps(202) == ([], ["train.steps: 200 -> 202"])
     assert steps(198) == (["train.steps: 200 -> 198 (a resume can only add steps)"], [])
@@ -224,12 +224,12 @@ def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_sc
         ["model.path: 'none' -> 'moved'", "eval.every: 0 -> 7"],
     )
     packed = {"optim": cfg.optim.model_copy(update={"tokens_per_micro_batch": 999})}
-    assert changes_at_resume(to_dict(cfg), cfg.model_copy(update=packed)) == ([], [])
+    assert changes_at_resume(to_dict(cfg), to_dict(cfg.model_copy(update=packed))) == ([], [])
     older = to_dict(cfg)
     older["checks"]["rounding"] = "warn"
-    assert changes_at_resume(older, cfg) == ([], [])
+    assert changes_at_resume(older, to_dict(cfg)) == ([], [])
     older["lora"]["dropout"] = 0.2
-    assert changes_at_resume(older, cfg) == (["lora.dropout: 0.2 -> nothing"], [])
+    assert changes_at_resume(older, to_dict(cfg)) == (["lora.dropout: 0.2 -> nothing"], [])
 
 
 def test_a_resume_verifies_each_file_once(tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch):
@@ -238,7 +238,7 @@ def test_a_resume_verifies_each_file_once(tmp_path: Path, cfg: Config, monkeypat
     summed: list[str] = []
     real = checkpoint.sha256_file
     monkeypatch.setattr(checkpoint, "sha256_file", lambda path: summed.append(path.name) or real(path))
-    found = checkpoint.find_resumable(cfg)
+    found = resumable(cfg)
     again = checkpoint.load(found.path, verified=True)
     assert sorted(summed) == ["adapter.safetensors", "optimizer.safetensors", "state.json"]
     assert is_whole(found) and is_whole(again) and found.step == again.step == 2

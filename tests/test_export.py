@@ -21,6 +21,7 @@ import reference
 import torch
 import world
 from safetensors.torch import load_file
+from saved import save
 from tiers import asked, ci
 from torch import Tensor
 
@@ -118,8 +119,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         # A step, and one before it whose updates are the negative: the wrong one would show.
         cfg = load_config(folder / "config.yaml")
         other = {key: -value if key.endswith(".B") else value for key, value in factors.items()}
-        checkpoint.save(folder, 2, {"adapter": other, "optimizer": {}}, {}, cfg)
-        checkpoint.save(folder, 3, {"adapter": factors, "optimizer": {"x": torch.ones(1)}}, {}, cfg)
+        save(folder, 2, {"adapter": other, "optimizer": {}}, {}, cfg)
+        save(folder, 3, {"adapter": factors, "optimizer": {"x": torch.ones(1)}}, {}, cfg)
         logp = {layout: ranks[0][name][1] for layout, ranks in by_layout.items() if name in ranks[0]}
         made[name] = Run(folder, root / f"base_{name}", factors, logp)
     return made
@@ -257,7 +258,7 @@ def save_factors(run_dir: Path, **changed: Tensor | None) -> None:
     cfg = load_config(run_dir / "config.yaml")
     factors = dict(checkpoint.load(run_dir / LAST).tensors["adapter"]) | changed
     kept = {name: factor for name, factor in factors.items() if factor is not None}
-    checkpoint.save(run_dir, 3, {"adapter": kept}, {}, cfg)
+    save(run_dir, 3, {"adapter": kept}, {}, cfg)
 
 
 def rewrite(path: Path, old: str, new: str) -> None:

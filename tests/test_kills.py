@@ -20,12 +20,12 @@ import torch
 from killed import in_child, kill_me_at
 from launched import ROOT
 from pytest import MonkeyPatch
-from saved import config_in, is_whole, names, opened, saved, tensors_of
+from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
 from tiers import ci
 from training import config, make_model
 
 from facts.exits import InputError
-from inputs.config import to_yaml
+from inputs.config import to_dict, to_yaml
 from knobs import Config
 from runlog import log as runlog
 from weights import checkpoint
@@ -44,7 +44,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
     def save_under_a_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
         with pytest.raises(InputError, match="step-000002: checkpoint not written: .*File too large"):
-            checkpoint.save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
+            save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
 
     assert in_child(save_under_a_limit) == 0
     assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
@@ -76,11 +76,11 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Pat
 
 def train(cfg: Config) -> None:
     """A small run: each weight depends on the one before, so a lost or repeated step changes every later line."""
-    found = checkpoint.find_resumable(cfg)
+    found = resumable(cfg)
     log = opened(cfg, resume=found and found.path.parent.parent)
     weight, first = torch.ones(3), 0
     if found:
-        checkpoint.check_resume(found, cfg)
+        checkpoint.check_resume(found, to_dict(cfg))
         weight, first = found.tensors["adapter"]["weight"], found.step
         log.rewind(first)
     else:
@@ -92,7 +92,7 @@ def train(cfg: Config) -> None:
         if (step + 1) % 3 == 0:
             log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
         if (step + 1) % cfg.train.checkpoint_every == 0:
-            checkpoint.save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
+            save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
     log.finish("done", {})
 
 
@@ -218,4 +218,4 @@ def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoi
     assert lines[-1] == (
         f"ended by SIGINT after step {done} of 1000; the same command continues from {run}/checkpoints/{last}"
     )
-    assert checkpoint.find_resumable(cfg).path == run / "checkpoints" / last
+    assert resumable(cfg).path == run / "checkpoints" / last

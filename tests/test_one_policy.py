@@ -32,7 +32,7 @@ from facts.exits import InputError
 from hardware import kernels
 from hardware.device import DTYPES
 from inputs import hf_config
-from inputs.config import to_yaml
+from inputs.config import to_dict, to_yaml
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel
@@ -239,7 +239,7 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
     if parallel.rank == 0:
         (folder / "config.yaml").write_text(to_yaml(cfg))
         (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
-        checkpoint.save(folder, 1, {"adapter": factors}, {}, cfg)
+        checkpoint.save(folder, 1, {"adapter": factors}, {}, to_dict(cfg), cfg.train.keep_last)
     prompts = reference.tokens(rows=64, length=9, seed=3).tolist()
     answers = engine.sample(prompts, seeds=[0] * 64, num_samples=1, max_new_tokens=24, temperature=0.0)
     return [(prompt, one.tokens) for prompt, (one,) in zip(prompts, answers, strict=True)]

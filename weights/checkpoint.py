@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from facts.exits import InputError
-from inputs.config import changes_at_resume, config_hash, flatten, to_dict
+from inputs.config import changes_at_resume, flatten, hash_of
 from inputs.files import fsync_path, one_line, read_object, read_tensors, shown, write_atomically
-from knobs import Config
 from runlog.run_record import lock_run, sha256_file
 from weights.huggingface import save_file
 
@@ -65,16 +64,18 @@ def save(
     step: int,
     tensors: Mapping[str, dict[str, Tensor]],
     state: dict[str, Any],
-    cfg: Config,
+    config: dict[str, Any],
+    keep_last: int,
     check: Callable[[Checkpoint], None] = lambda written: None,
 ) -> Path:
-    """Write the checkpoint of ``step`` finished steps, keep the newest cfg.train.keep_last, and return its folder.
+    """Write the checkpoint of ``step`` finished steps, keep the newest ``keep_last``, and return its folder.
 
-    One process calls it, with all tensors on the host, each contiguous and in memory of its own. The run's .jsonl files
-    are forced to the disk before, because a resume needs their lines up to this step. Checkpoints of later steps are
-    removed: they were made before the run was rewound. An earlier checkpoint of the same step is replaced. Raises
-    InputError when the disk is full or cannot be written; the earlier checkpoints then stay as they were. They also
-    stay if ``check`` raises: it gets what the files hold, before their folder has its name.
+    ``config``: inputs.config.to_dict of the run. One process calls it, with all tensors on the host, each contiguous
+    and in memory of its own. The run's .jsonl files are forced to the disk before, because a resume needs their lines
+    up to this step. Checkpoints of later steps are removed: they were made before the run was rewound. An earlier
+    checkpoint of the same step is replaced. Raises InputError when the disk is full or cannot be written; the earlier
+    checkpoints then stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their
+    folder has its name.
     """
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
@@ -90,7 +91,7 @@ def save(
         aside.mkdir()
         for kind, named in tensors.items():
             save_file(named, aside / f"{kind}.safetensors")
-        about = {"step": step, "config": to_dict(cfg), "config_hash": config_hash(cfg), "state": state}
+        about = {"step": step, "config": config, "config_hash": hash_of(config), "state": state}
         write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
         checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
         write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
@@ -111,7 +112,7 @@ def save(
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure; otherwise it has its name
-    _remove_old(folder, step, cfg.train.keep_last)
+    _remove_old(folder, step, keep_last)
     return target
 
 
@@ -194,9 +195,9 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
     return None
 
 
-def check_resume(checkpoint: Checkpoint, cfg: Config) -> None:
-    """Raises InputError that lists the configuration keys that differ from the checkpoint's, but must not."""
-    if refused := changes_at_resume(checkpoint.config, cfg)[0]:
+def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raises InputError that lists the keys of ``config`` that differ from the checkpoint's, but must not."""
+    if refused := changes_at_resume(checkpoint.config, config)[0]:
         raise InputError(
             f"{checkpoint.path}: changed since: {'; '.join(refused[:10])}; needed: the old values to "
             f"continue it (train.resume={checkpoint.run_dir}), or train.resume=never or another name to begin anew"
@@ -211,10 +212,9 @@ class Candidate(NamedTuple):
     newest: Checkpoint | None  # with right checksums; None also for a finished run
 
 
-def runs_of(cfg: Config) -> list[Path]:
-    """The folders of the runs with the name of ``cfg``, the newest first."""
-    pattern = re.compile(re.escape(cfg.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
-    out_dir = Path(cfg.train.out_dir)
+def runs_of(name: str, out_dir: Path) -> list[Path]:
+    """The folders in ``out_dir`` of the runs of this name, the newest first."""
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = []
     for path in out_dir.iterdir() if out_dir.is_dir() else []:
         match = pattern.fullmatch(path.name)
@@ -224,13 +224,13 @@ def runs_of(cfg: Config) -> list[Path]:
     return [path for *_, path in sorted(runs, reverse=True)]
 
 
-def candidates(cfg: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
-    """The runs with the name of ``cfg`` that no live process writes, the newest first.
+def candidates(runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None]) -> Iterator[Candidate]:
+    """Those of ``runs`` that no live process writes.
 
-    InputError if a live process writes a run with the very configuration ``cfg``. A checkpoint is verified, which may
-    take seconds, when its run's turn comes.
+    InputError if a live process writes a run with this very ``config``. A checkpoint is verified, which may take
+    seconds, when its run's turn comes.
     """
-    for run_dir in runs_of(cfg):
+    for run_dir in runs:
         if (run_dir / "finished.json").exists():
             yield Candidate(run_dir, True, None)
             continue
@@ -238,7 +238,7 @@ def candidates(cfg: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
             with lock_run(run_dir):
                 newest = latest(run_dir, say)
         except BlockingIOError:
-            if read_object(run_dir / "run.json").get("config_hash") == config_hash(cfg):
+            if read_object(run_dir / "run.json").get("config_hash") == hash_of(config):
                 raise InputError(
                     f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
                     "needed: end it, wait for it, or train.resume=never to begin another run beside it"
@@ -250,17 +250,20 @@ def candidates(cfg: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
             yield Candidate(run_dir, False, newest)
 
 
-def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoint | None:
+def find_resumable(
+    runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None] = print
+) -> Checkpoint | None:
     """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
 
-    A suitable run has this name and a configuration with which a resume may go on, is not finished, has a checkpoint
-    with right checksums, and is not being written by a live process. Without one, the newest other run of this name
-    that has a checkpoint and is not finished decides: InputError names what has changed since. If a newer run is
-    finished, ``say`` is told instead, and a new run begins; so it is told if the newest run has no checkpoint.
+    ``runs``: all runs of this name, the newest first. ``config``: to_dict of the new start. A suitable run has a
+    configuration with which a resume may go on, is not finished, has a checkpoint with right checksums, and is not
+    being written by a live process. Without one, the newest other run that has a checkpoint and is not finished
+    decides: InputError names what has changed since. If a newer run is finished, ``say`` is told instead, and a new run
+    begins; so it is told if the newest run has no checkpoint.
     """
     others: list[Candidate] = []
-    for run in candidates(cfg, say):
-        if run.newest and not changes_at_resume(run.newest.config, cfg)[0]:
+    for run in candidates(runs, config, say):
+        if run.newest and not changes_at_resume(run.newest.config, config)[0]:
             return run.newest
         others.append(run)
     if others and not others[0].is_finished and not others[0].newest:
@@ -269,7 +272,7 @@ def find_resumable(cfg: Config, say: Callable[[str], None] = print) -> Checkpoin
     if changed is None:
         return None
     if not any(run.is_finished for run in others[: others.index(changed)]):
-        check_resume(changed.newest, cfg)  # raises InputError
-    changes = changes_at_resume(changed.newest.config, cfg)[0]
+        check_resume(changed.newest, config)  # raises InputError
+    changes = changes_at_resume(changed.newest.config, config)[0]
     say(f"note: {changed.run_dir}: not finished, and left: {'; '.join(changes[:10])}")
     return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from inputs.config import to_dict
 from knobs import Config, DataConfig, ModelConfig, TrainConfig
 from runlog.log import RunLog
 from weights import checkpoint
@@ -40,7 +42,17 @@ def is_whole(found: checkpoint.Checkpoint) -> bool:
 
 def saved(run_dir: Path, cfg: Config, *steps: int) -> list[Path]:
     run_dir.mkdir(exist_ok=True)
-    return [checkpoint.save(run_dir, step, tensors_of(step), {"cursor": step}, cfg) for step in steps]
+    return [save(run_dir, step, tensors_of(step), {"cursor": step}, cfg) for step in steps]
+
+
+def save(run_dir: Path, step: int, tensors: dict, state: dict, cfg: Config) -> Path:
+    """A checkpoint as a run of ``cfg`` writes it."""
+    return checkpoint.save(run_dir, step, tensors, state, to_dict(cfg), cfg.train.keep_last)
+
+
+def resumable(cfg: Config, say: Callable[[str], None] = print) -> checkpoint.Checkpoint | None:
+    """What a start of ``cfg`` finds under train.resume=auto."""
+    return checkpoint.find_resumable(checkpoint.runs_of(cfg.name, Path(cfg.train.out_dir)), to_dict(cfg), say)
 
 
 def names(run_dir: Path) -> list[str]:
