@@ -29,7 +29,7 @@ from inputs.rules import (
     sides,
     trainer_problems,
 )
-from knobs import Config
+from knobs import Config, ParallelConfig, RolloutConfig
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
 
@@ -140,7 +140,7 @@ def accepted(
     """
     for base in bases:
         layouts = _candidates(base, counts, engines, setting.arch)
-        for cfg, ranks in sorted(layouts, key=lambda new: _distance(asked, *new)):
+        for cfg, ranks in sorted(layouts, key=lambda new: _distance(asked, new[0].parallel, new[0].rollout, new[1])):
             verdict = judge(cfg, ranks, setting)
             if not verdict.reasons:
                 yield verdict
@@ -191,7 +191,7 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
-    for verdict in accepted(asked, _variants(asked.cfg, asked.ranks), [asked.ranks], setting, engines=True):
+    for verdict in accepted(asked, _variants(asked), [asked.ranks], setting, engines=True):
         sampling = verdict.cfg.rollout
         split = f"{verdict.cfg.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
         if split not in best or verdict.times.total < best[split].times.total:
@@ -203,11 +203,12 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     return [*listed[:-1], others[0]] if others else listed
 
 
-def _variants(cfg: Config, ranks: int) -> Iterator[Config]:
-    """``cfg`` with every way of sampling, recompute, micro-batch and graphs that fastest() compares.
+def _variants(asked: Verdict) -> Iterator[Config]:
+    """What was asked with every way of sampling, recompute, micro-batch and graphs that fastest() compares.
 
     All ranks sample, or a quarter, a half or three quarters of them do nothing else, one step ahead.
     """
+    cfg, ranks = asked.cfg, asked.ranks
     weights = cfg.loss.importance if cfg.loss.corrects else "none"
     together = cfg.changed(rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
     ways = [together if cfg.rollout.ranks else cfg]
@@ -297,16 +298,16 @@ def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Archite
             )
 
 
-def _distance(verdict: Verdict, cfg: Config, ranks: int) -> float:
+def _distance(asked: Verdict, parallel: ParallelConfig, rollout: RolloutConfig, ranks: int) -> float:
     """How far a candidate is from the request, in doublings of sizes."""
-    old, new = verdict.cfg.parallel, cfg.parallel
+    before = asked.cfg
     pairs = [
-        (old.tensor, new.tensor),
-        (old.expert, new.expert),
-        (verdict.cfg.rollout.tensor, cfg.rollout.tensor),
-        (verdict.ranks, ranks),
+        (before.parallel.tensor, parallel.tensor),
+        (before.parallel.expert, parallel.expert),
+        (before.rollout.tensor, rollout.tensor),
+        (asked.ranks, ranks),
     ]
-    copied = verdict.cfg.rollout.expert_parallel != cfg.rollout.expert_parallel
+    copied = before.rollout.expert_parallel != rollout.expert_parallel
     return sum(abs(math.log2(a / b)) for a, b in pairs) + 0.5 * copied
 
 
@@ -327,10 +328,10 @@ KEYS = (  # that a search can change, in the order in which overrides are listed
 )
 
 
-def overrides(verdict: Verdict, asked: Config) -> list[str]:
+def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
     """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
-    new, old = ({key: functools.reduce(getattr, key.split("."), cfg) for key in KEYS} for cfg in (verdict.cfg, asked))
-    listed = {*KEYS[: 3 if asked.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
+    new, old = ({key: functools.reduce(getattr, key.split("."), each.cfg) for key in KEYS} for each in (verdict, asked))
+    listed = {*KEYS[: 3 if asked.cfg.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:
         listed.add("rollout.prompts_per_step")
     return [f"{key}={json.dumps(new[key])}" for key in KEYS if key in listed]
