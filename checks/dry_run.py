@@ -98,13 +98,15 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
     cfg = _of_one_micro_batch(done)
     learner = None
     with meter.phase("load"):
-        policy = _load(cfg, done.arch, parallel)
+        with _stand_ins():
+            policy = Policy.load(cfg, done.arch, parallel)
         adapt(policy.model)
         if done.layout.role != "samplers":
-            learner = _Learner(meter, cfg, policy, pad_token=0)
+            learner = _Learner(cfg, policy, pad_token=0)
+            learner.tell(meter)
         gc.collect()
     if done.layout.role != "trainers":
-        engine = _Engine(cfg, _stacks(done, parallel, meter))
+        engine = _Engine(_stacks(done, parallel, meter), fuses=not cfg.rollout.expert_parallel)
         push = _push(cfg, policy, engine)
         with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
             push(0, [])
@@ -135,14 +137,15 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
     return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
 
 
-def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
-    """The policy as opening.open_run makes it, of stand-ins for tensors."""
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """A context in which a policy is loaded as by opening.open_run, of stand-ins for tensors."""
     with (
         mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
         mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
         mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
     ):
-        return Policy.load(cfg, arch, parallel)
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ the push
@@ -151,11 +154,12 @@ def _load(cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
 class _Engine:
     """Takes what is pushed. Its memory does not count.
 
-    Unless each rank pushes its own shards, it holds the tensors of a fused group until it is complete, as vLLM does.
+    If it ``fuses``, it holds the tensors of a fused group until it is complete, as vLLM does unless each rank pushes
+    its own shards.
     """
 
-    def __init__(self, cfg: Config, stacks: dict[str, Stack]) -> None:
-        self.fuses = not cfg.rollout.expert_parallel
+    def __init__(self, stacks: dict[str, Stack], *, fuses: bool) -> None:
+        self.fuses = fuses
         self.own_stacks = stacks
 
     def stacks(self) -> dict[str, Stack]:
@@ -223,11 +227,11 @@ class _Timer(StepTimer):
 class _Learner(Learner):
     """A learner after its first steps, which packs real rows and tells the meter where its passes begin."""
 
-    def __init__(self, meter: Meter, cfg: Config, policy: Policy, pad_token: int) -> None:
-        super().__init__(cfg, policy, pad_token)
+    def tell(self, meter: Meter) -> None:
+        """Tell ``meter`` of the passes from now on."""
         self.meter = meter
         self.reference_gap = 0.0  # the first update alone compares the reference
-        self.stale_factors.extend(policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
+        self.stale_factors.extend(self.policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
 
     def _loss(self, *args):
         self.meter.enter("forward")

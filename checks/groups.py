@@ -16,7 +16,7 @@ from torch import Tensor
 from checks import launched
 from facts.exits import InputError
 from hardware import device as devices
-from knobs import Config
+from knobs import Config, ParallelConfig
 from parallel_setup import Parallel, launched_rank
 from run.bridge import Bridge
 from runlog.log import RunLog
@@ -120,13 +120,11 @@ def difference(found: Tensor, expected: Tensor) -> str:
     return f"element {place} is {found.flatten()[place]:g}, not {expected.flatten()[place]:g}"
 
 
-def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
-    """A row for what goes from rank 0 of the trainers to that of the samplers, and for what comes back."""
-    bridge = Bridge(cfg)
-    bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))  # ends a wait
+def measure_bridge(bridge: Bridge, count: int) -> list[dict]:
+    """A row for ``count`` numbers from rank 0 of the trainers to that of the samplers, and for what comes back."""
     rows = []
     for root, way in enumerate(("to samplers", "to trainers")) if bridge.pair else ():
-        sent = torch.arange(ELEMENTS[parallel.device.type], dtype=torch.float32)
+        sent = torch.arange(count, dtype=torch.float32)
         found = sent.clone() if bridge.samples == (root > 0) else torch.zeros_like(sent)
         send = functools.partial(bridge.broadcast, bridge.pair, found, root, "the test of the groups")
         send()  # the first one connects
@@ -142,13 +140,12 @@ def measure_bridge(cfg: Config, parallel: Parallel) -> list[dict]:
                 "answer": f"WRONG: {wrong}" if wrong else "right",
             }
         )
-    bridge.heartbeat.stop()
     return rows
 
 
-def refuse(cfg: Config, ranks: int) -> None:
+def refuse(parallel: ParallelConfig, ranks: int) -> None:
     """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
-    for key, size in {"tensor": cfg.parallel.tensor, "expert": cfg.parallel.expert}.items():
+    for key, size in {"tensor": parallel.tensor, "expert": parallel.expert}.items():
         if ranks % size:
             raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
 
@@ -156,11 +153,20 @@ def refuse(cfg: Config, ranks: int) -> None:
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = summary(measure(parallel))
     if cfg.rollout.ranks:
-        rows += parallel.gather_objects(measure_bridge(cfg, parallel))[0]
+        bridge = Bridge(cfg)
+        # It ends a wait.
+        bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))
+        own_rows = measure_bridge(bridge, ELEMENTS[parallel.device.type])
+        bridge.heartbeat.stop()
+        rows += parallel.gather_objects(own_rows)[0]
     head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.BACKENDS[parallel.device.type]}"
     return launched.Answer(all(row["answer"] == "right" for row in rows), f"{head}\n{as_text(rows)}", rows)
 
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: every group works. 1: an answer is wrong; the table names it. 2: the input cannot be used."""
-    return launched.ask(launched.command_line("--groups", __doc__).parse_intermixed_args(arguments), refuse, answer)
+    return launched.ask(
+        launched.command_line("--groups", __doc__).parse_intermixed_args(arguments),
+        lambda cfg, ranks: refuse(cfg.parallel, ranks),
+        answer,
+    )

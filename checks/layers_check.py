@@ -36,7 +36,7 @@ from hardware import device as devices
 from inputs import hf_config
 from inputs.files import refuse_used
 from inputs.rules import problems, refuse_first
-from knobs import Config
+from knobs import Config, RolloutConfig, TinyModelConfig
 from learner import Learner
 from model import batches, megatron_model, routing_replay
 from parallel_setup import Parallel
@@ -56,9 +56,9 @@ LISTED = 3  # experts that are named
 # ------------------------------------------------------------------------------------------------ the model
 
 
-def settings(cfg: Config) -> dict:
-    """config.json of the model with its first two layers only."""
-    raw = dict(hf_config.settings(cfg)[0])
+def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> dict:
+    """config.json of the model with its first two layers only. The arguments: see hf_config.settings."""
+    raw = dict(hf_config.settings(path, tiny, row_tokens)[0])
     layers = min(LAYERS, raw["num_hidden_layers"])
     if raw.get("layer_types"):
         raw["layer_types"] = raw["layer_types"][:layers]
@@ -66,16 +66,16 @@ def settings(cfg: Config) -> dict:
     return raw | {"num_hidden_layers": layers, "mlp_only_layers": dense}
 
 
-def write_model(cfg: Config, folder: Path) -> None:
-    """Write that config.json and random weights to ``folder``. InputError if there is something in it."""
+def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> None:
+    """Write the config.json ``config`` and random weights to ``folder``. InputError if there is something in it."""
     refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings(cfg), indent=1) + "\n")
-    arch, dtype = hf_config.read(folder), devices.DTYPES[cfg.model.dtype]
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    arch = hf_config.read(folder)
     head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
     weights = (
         (name, (tensor * HEAD if name == head else tensor).to(dtype))
-        for name, tensor in tiny_model.random_weights(arch, cfg.train.seed)
+        for name, tensor in tiny_model.random_weights(arch, seed)
     )
     huggingface.save_model(weights, folder)
 
@@ -100,17 +100,17 @@ def enlarge_(policy: Policy, seed: int) -> None:
 
 
 def sample(
-    engine: Engine, prompts: list[list[int]], cfg: Config, parallel: Parallel, group: int, tokens: int
+    engine: Engine, prompts: list[list[int]], sampling: RolloutConfig, parallel: Parallel, seed: int
 ) -> batches.Rollout:
-    """Completions of at most ``tokens`` tokens, ``group`` of each prompt by every replica. The same on every rank."""
-    replicas = parallel.world_size // cfg.rollout.tensor
+    """Completions of ``prompts``, a group of each one by every replica. The same on every rank."""
+    replicas = parallel.world_size // sampling.tensor
     return rollout.sample(
         engine,
         [Question("", "", "", prompt) for prompt in prompts for _ in range(replicas)],
         lambda answers: [Score(0.0, True, False)] * len(answers),
-        cfg.rollout.model_copy(update={"group_size": group, "max_new_tokens": tokens}),
+        sampling,
         parallel,
-        seed=cfg.train.seed,
+        seed=seed,
         step=0,
     )[0]
 
@@ -119,9 +119,11 @@ def sample(
 def token_gaps(
     model: torch.nn.Module,
     batch: batches.Rollout,
-    cfg: Config,
     parallel: Parallel,
     replay: routing_replay.RoutingReplay | None,
+    *,
+    tokens_per_micro_batch: int,
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """|trainer's - sampler's log-prob| of every token, a mask of the sampled tokens, and with ``replay`` the experts.
 
@@ -130,7 +132,7 @@ def token_gaps(
     """
     longest = max(batch.row_length(sequence) for sequence in range(len(batch.lengths)))
     width = longest + -longest % parallel.tensor
-    at_once = max(1, cfg.optim.tokens_per_micro_batch // width)
+    at_once = max(1, tokens_per_micro_batch // width)
     gaps, masks, routes = [], [], []
 
     def padded(x: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def token_gaps(
         no_advantages = torch.zeros(len(batch.lengths))
         micro = batches.pack(batch, rows.tolist(), no_advantages, parallel.device, 0, parallel.tensor)
         forward = functools.partial(
-            megatron_model.token_logprobs, model, micro.tokens, micro.mask, parallel, cfg.rollout.temperature
+            megatron_model.token_logprobs, model, micro.tokens, micro.mask, parallel, temperature
         )
         stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
         gaps.append(padded((stats.logp - micro.rollout_logp).abs()))
@@ -194,12 +196,22 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
     new_tokens = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
     # Every replica is asked every prompt twice; then the same again.
-    batch, again = (sample(engine, prompts * 2, cfg, parallel, GROUP, new_tokens) for _ in range(2))
-    first = sample(engine, prompts, cfg, parallel, sampling_check.FIRST_TOKENS // len(prompts), 1)
+    whole = cfg.rollout.model_copy(update={"group_size": GROUP, "max_new_tokens": new_tokens})
+    batch, again = (sample(engine, prompts * 2, whole, parallel, cfg.train.seed) for _ in range(2))
+    short = {"group_size": sampling_check.FIRST_TOKENS // len(prompts), "max_new_tokens": 1}
+    first = sample(engine, prompts, cfg.rollout.model_copy(update=short), parallel, cfg.train.seed)
     logp = sampling_check.next_logprobs(model, prompts, parallel, cfg.rollout.temperature)
-    gaps, mask, routes = token_gaps(model, batch, cfg, parallel, replay)
+    gaps_of = functools.partial(
+        token_gaps,
+        model,
+        batch,
+        parallel,
+        tokens_per_micro_batch=cfg.optim.tokens_per_micro_batch,
+        temperature=cfg.rollout.temperature,
+    )
+    gaps, mask, routes = gaps_of(replay)
     with policy.reference():
-        base_gaps = parallel.gather_rows(token_gaps(model, batch, cfg, parallel, None)[0])[0]
+        base_gaps = parallel.gather_rows(gaps_of(None)[0])[0]
     by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
     gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
     bound, experts = cfg.largest_gap, []
@@ -286,7 +298,7 @@ def as_text(figures: dict) -> list[str]:
 
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError unless the two layers fit the layout of the ranks."""
-    arch = hf_config.parse(settings(cfg))
+    arch = hf_config.parse(settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens))
     if cfg.rollout.ranks:
         raise InputError("rollout.ranks: --layers needs trainer and sampler on the same ranks; needed: 0")
     refuse_first(problems(cfg, arch, ranks))
@@ -297,7 +309,8 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
     writes = os.environ.get("LOCAL_RANK", "0") == "0"  # on every node
     try:
         if writes:
-            write_model(cfg, folder)
+            two_layers = settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+            write_model(folder, two_layers, devices.DTYPES[cfg.model.dtype], cfg.train.seed)
         torch.distributed.barrier()
         cfg = cfg.changed(model={"path": str(folder)})
         arch = hf_config.read(folder)

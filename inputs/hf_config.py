@@ -141,19 +141,19 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
 
 def planned(cfg: Config) -> tuple[Architecture, str]:
     """The architecture that a run of ``cfg`` would have, and where it is described; no weights are needed."""
-    raw, where = settings(cfg)
+    raw, where = settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     return parse(raw, where), where
 
 
-def settings(cfg: Config) -> tuple[dict, str]:
-    """The decoded config.json of the model of ``cfg``, and where it is described.
+def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[dict, str]:
+    """The decoded config.json of a model, and where it is described.
 
-    That is the tiny_model section, or model.path, or, if that folder is absent, the published config.json of the model
-    of that name in configs/. InputError if none of these exists.
+    That is the tiny_model section, for rows of ``row_tokens``, or model.path, or, if that folder is absent, the
+    published config.json of the model of that name in configs/. InputError if none of these exists.
     """
-    if cfg.tiny_model is not None:
-        return tiny_settings(cfg.tiny_model, cfg.row_tokens), "tiny_model"
-    folder = Path(cfg.model.path)
+    if tiny is not None:
+        return tiny_settings(tiny, row_tokens), "tiny_model"
+    folder = Path(path)
     published = PUBLISHED / f"{folder.name}.config.json"
     if folder.exists() or not published.is_file():
         return _config_json(folder)

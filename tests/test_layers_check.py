@@ -23,8 +23,10 @@ from tiers import asked, nightly
 
 from checks import layers_check, sampling_check
 from facts.exits import InputError
+from hardware.device import DTYPES
 from inputs import hf_config
 from inputs.config import load_config, to_yaml
+from knobs import Config
 from model import batches
 from parallel_setup import Parallel
 
@@ -121,6 +123,11 @@ FAULTS = dict(
 )
 
 
+def write_model(cfg: Config, folder: Path) -> None:
+    config = layers_check.settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    layers_check.write_model(folder, config, DTYPES[cfg.model.dtype], cfg.train.seed)
+
+
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
     """What the check says about each fault for so many ranks."""
     cfg = training.config(path, path, **SIZES)
@@ -137,7 +144,7 @@ def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
 @pytest.mark.nightly
 def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> None:
     path = tmp_path / "layers"
-    layers_check.write_model(training.config(path, path, **SIZES), path)
+    write_model(training.config(path, path, **SIZES), path)
     by_layout = world.in_layouts(["TP1", "EP2"], each_fault, path)
     assert len({tuple(one.items()) for one in by_layout["EP2"]}) == 1, "all ranks say the same"
     for name, said in (by_layout["TP1"][0] | by_layout["EP2"][0]).items():
@@ -211,5 +218,5 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path) -> None:
     cfg = load_config(Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml")
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="already there and not an empty directory"):
-        layers_check.write_model(cfg, tmp_path)
+        write_model(cfg, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
