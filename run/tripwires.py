@@ -52,28 +52,6 @@ def wrong_merge(share: float) -> str:
     )
 
 
-def cannot_judge(cfg: Config) -> dict[str, str]:
-    """The checks that no run of ``cfg`` can fail, whatever is wrong with it, each with the reason.  check -> reason"""
-    least_steps = {
-        "truncated": truncated_steps(cfg.rollout),
-        "gradient_spike": SPIKE_START + 1,
-        "reward_constant": CONSTANT_STEPS,
-        "collapse": 2 * WINDOW,
-    }
-    rules = [
-        ("noise", cfg.aqn.schedule == "off", "aqn.schedule is off"),
-        ("reference_kl", cfg.loss.kl == "none", "loss.kl is none"),
-        (
-            "truncated",
-            cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
-            f"rollout.temperature is above {TRUNCATED_TEMPERATURE}",
-        ),
-        ("collapse", cfg.reward.permute, "reward.permute: with shuffled rewards both are expected"),
-        *((check, cfg.train.steps < least, f"train.steps is below {least}") for check, least in least_steps.items()),
-    ]
-    return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
-
-
 def truncated_steps(rollout: RolloutConfig) -> int:
     """The number of steps that sample enough completions to judge how many are truncated."""
     return -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
@@ -100,9 +78,34 @@ class Tripwires:
         self.questions: list[frozenset[str]] = []  # of the last steps
         self.checksums: list[float] = []  # of the last push
 
+    def cannot_judge(self) -> dict[str, str]:
+        """The checks that this run cannot fail, whatever is wrong with it, each with the reason.  check -> reason"""
+        cfg = self.cfg
+        least_steps = {
+            "truncated": truncated_steps(cfg.rollout),
+            "gradient_spike": SPIKE_START + 1,
+            "reward_constant": CONSTANT_STEPS,
+            "collapse": 2 * WINDOW,
+        }
+        rules = [
+            ("noise", cfg.aqn.schedule == "off", "aqn.schedule is off"),
+            ("reference_kl", cfg.loss.kl == "none", "loss.kl is none"),
+            (
+                "truncated",
+                cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
+                f"rollout.temperature is above {TRUNCATED_TEMPERATURE}",
+            ),
+            ("collapse", cfg.reward.permute, "reward.permute: with shuffled rewards both are expected"),
+            *(
+                (check, cfg.train.steps < least, f"train.steps is below {least}")
+                for check, least in least_steps.items()
+            ),
+        ]
+        return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
+
     def trip(self, check: str, found: str, look_at: str) -> None:
         """Raise Tripped for a failed check, or print a warning, once, or nothing, as the two lists say."""
-        if check in cannot_judge(self.cfg):
+        if check in self.cannot_judge():
             return
         warn = self.cfg.checks.warn
         message = f"checks.{check}: {found}\n  look at: {look_at}"

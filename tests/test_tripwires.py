@@ -23,7 +23,7 @@ from facts.exits import InputError, Tripped
 from inputs.config import load_config, to_yaml
 from knobs import ChecksConfig
 from lab import curves, records
-from run.tripwires import Tripwires, cannot_judge
+from run.tripwires import Tripwires
 from runlog import log as runlog
 
 # Answers of a random model are often longer than 4 tokens.
@@ -159,7 +159,7 @@ def test_a_check_is_silent_where_it_cannot_judge_and_every_other_check_of_a_ship
     }
     for (section, key, value), check in changed.items():
         part = getattr(cfg, section).model_copy(update={key: value})
-        assert check in cannot_judge(cfg.model_copy(update={section: part}))
+        assert check in Tripwires(cfg.model_copy(update={section: part}), print).cannot_judge()
 
 
 def test_the_ordinary_questions_show_a_stuck_step_and_further_rounds_may_not_ask_held_out_ones() -> None:
@@ -401,7 +401,7 @@ def test_the_table_of_checks_says_what_they_do() -> None:
     )
     silent: dict[str, dict[str, list[str]]] = {}  # check -> reason -> configurations
     for path in sorted((ROOT / "configs").glob("*.yaml")):
-        for check, reason in cannot_judge(load_config(path)).items():
+        for check, reason in Tripwires(load_config(path), print).cannot_judge().items():
             silent.setdefault(check, {}).setdefault(reason, []).append(path.stem)
     default = ChecksConfig()
     assert rows == [
