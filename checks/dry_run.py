@@ -43,7 +43,7 @@ from hardware import kernels
 from inputs import hf_config
 from inputs.config import command_line, resolve_config
 from inputs.files import BAD_INPUT, MOST_RANKS, refused, shown
-from inputs.rules import side_of, sides
+from inputs.rules import Side, side_of, sides
 from knobs import Config
 from learner import Learner, Update
 from model import routing_replay
@@ -60,15 +60,16 @@ from weights.policy import Policy
 
 
 def run(
-    cfg: Config,
+    side: Side,
     arch: Architecture,
-    ranks: int,
     rank: int,
     kind: str,
     adapt: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> DryRun:
-    """One step of ``rank``, with an update for each imbalance. ``adapt`` may change the model before the step."""
-    side = side_of(cfg, ranks, rank)
+    """One step of ``rank``, which is on ``side``, with an update for each imbalance.
+
+    ``adapt`` may change the model before the step.
+    """
     layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
     room = memory.line_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
     done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(room, side.cfg.row_tokens, layout.tensor))
@@ -107,7 +108,7 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
         gc.collect()
     if done.layout.role != "trainers":
         engine = _Engine(_stacks(done, parallel, meter), fuses=not cfg.rollout.expert_parallel)
-        push = _push(cfg, policy, engine)
+        push = _push(policy, engine)
         with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
             push(0, [])
     if learner is None:
@@ -196,10 +197,10 @@ def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
     return stacks
 
 
-def _push(cfg: Config, policy: Policy, engine: Any) -> Push:
+def _push(policy: Policy, engine: Any) -> Push:
     """What pushes to ``engine``, without noise. The next push follows an update."""
     push = object.__new__(Push)  # its constructor pushes the whole model
-    vars(push).update(cfg=cfg, policy=policy, engine=engine, stacks=engine.stacks())
+    vars(push).update(cfg=policy.cfg, policy=policy, engine=engine, stacks=engine.stacks())
     vars(push).update(model=policy.model, arch=policy.arch, parallel=policy.parallel)
     vars(push).update(clean_norms={})
     with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
@@ -334,7 +335,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     try:
         cfg, _ = resolve_config(args.config, args.overrides, layout=False)
-        arch, source = hf_config.planned(cfg)
+        arch, source = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
         kind = grid.device_of(cfg.device)
         ranks = grid.default_ranks(cfg.parallel, cfg.rollout, kind, 16) if args.ranks is None else args.ranks
         for name, value, least, most in (
@@ -353,7 +354,7 @@ def main(arguments: list[str]) -> int:
     if args.layers:
         arch = dataclasses.replace(arch, num_layers=args.layers, moe_layers=arch.moe_layers[: args.layers])
     dry_run_device.open_device(kind)
-    done = run(cfg, arch, ranks, args.rank, kind)
+    done = run(side_of(cfg, ranks, args.rank), arch, args.rank, kind)
     rows = compare(done)
     agree = all(row.agrees for row in rows)
     if args.json:

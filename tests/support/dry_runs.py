@@ -16,6 +16,7 @@ import torch
 from checks import dry_run, dry_run_device, dry_run_report
 from inputs import hf_config
 from inputs.config import resolve_config
+from inputs.rules import side_of
 
 
 def kept_alive(model: torch.nn.Module) -> None:
@@ -50,9 +51,9 @@ FAULTS = {each.__name__: each for each in (kept_alive, wrong_group, fp32)}
 def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, layers: int, fault: str = "") -> dict:
     """What the command prints with --json."""
     cfg, _ = resolve_config(config, overrides, layout=False)
-    arch = hf_config.planned(cfg)[0]
+    arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
     arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
-    done = dry_run.run(cfg, arch, ranks, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
+    done = dry_run.run(side_of(cfg, ranks, rank), arch, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
     return dry_run_report.as_json(done, dry_run_report.compare(done))
 
 
