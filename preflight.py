@@ -31,7 +31,7 @@ from facts.devices import HARDWARE, three_digits
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs import hf_config
-from inputs.config import command, command_line, resolve_config, with_sources
+from inputs.config import command, command_line, resolve_config, to_dict, with_sources
 from inputs.files import MOST_RANKS, read_file, shown
 from inputs.rules import divisors, nearest
 from knobs import ModelConfig, RolloutConfig
@@ -320,9 +320,9 @@ def judge_layout(arguments: list[str]) -> int:
     cfg, notes = resolve_config(args.config, args.overrides, layout=False)
     if args.values:
         print("".join(f"note: {note}\n" for note in notes), end="", file=sys.stderr)
-        print(with_sources(cfg, read_file(args.config), args.overrides))
+        print(with_sources(to_dict(cfg), read_file(args.config), args.overrides))
         return 0
-    arch, source = hf_config.planned(cfg)
+    arch, source = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
         raise InputError(
             f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "

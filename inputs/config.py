@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from facts.checks import CHECKS
 from facts.exits import InputError
 from inputs.files import BAD_INPUT, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
-from inputs.rules import idle_keys, other_values, problems
+from inputs.rules import idle_keys, problems
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -52,7 +52,7 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
         tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
         notes.append(f"{key}: not read, {idle[key]}")
     cfg = _typed(tree, "")
-    found = unknown_checks(cfg.checks) + (problems(cfg) if layout else other_values(cfg))
+    found = unknown_checks(cfg.checks) + problems(cfg, layout=layout)
     if found:
         raise InputError("; ".join(found))
     if cfg.model.path != file_tree["model"]["path"]:
@@ -350,11 +350,11 @@ def is_due(steps_done: int, every: int, num_steps: int) -> bool:
     return steps_done == num_steps or (every > 0 and steps_done % every == 0)
 
 
-def with_sources(cfg: Config, file_tree: dict, overrides: Sequence[str]) -> str:
-    """to_yaml, each key with a comment that says where its value comes from."""
+def with_sources(config: dict, file_tree: dict, overrides: Sequence[str]) -> str:
+    """The text of ``config``, a to_dict, each key with a comment that says where its value comes from."""
     given, section, lines = {parse_override(one)[0].removesuffix(":") for one in overrides}, "", []
-    named, leaves = flatten(file_tree).keys(), flatten(to_dict(cfg)).keys()
-    for line in to_yaml(cfg).splitlines():
+    named, leaves = flatten(file_tree).keys(), flatten(config).keys()
+    for line in dump_yaml(config).splitlines():
         indent, name = re.match(r"( *)'?(\w*)", line).groups()  # YAML quotes the key off
         section, key = (section, f"{section}.{name}") if indent else (name, name)
         source = "command line" if key in given else "file" if key in named else "default"

@@ -44,31 +44,30 @@ STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
 ENGINE_TORCH = "(or rollout.engine torch)"
 
 
-def problems(cfg: Config, arch: Architecture | None = None, ranks: int | None = None) -> list[str]:
-    """The messages of all broken rules: without ``arch`` and ``ranks`` those that need neither."""
-    found = [
-        *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
-        *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
-        *other_values(cfg),
-    ]
+def problems(
+    cfg: Config, arch: Architecture | None = None, ranks: int | None = None, *, layout: bool = True
+) -> list[str]:
+    """The messages of all broken rules: without ``arch`` and ``ranks`` those that need neither.
+
+    Without ``layout`` the first two, about its sizes, are left out.
+    """
+    found: list[str] = []
+    if layout:
+        found += engine_shards(cfg.rollout, cfg.parallel, cfg.device)
+        found += batch_sizes(cfg.optim, cfg.rollout, cfg.data)
+    found += _vllm_temperatures(cfg.rollout, cfg.eval)
+    found += _vllm_adapter(cfg.rollout, cfg.lora, apart=cfg.keeps_factors_apart)
+    found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
+    found += _loss(cfg.loss, cfg.rollout)
+    found += _overlong(cfg.reward, cfg.rollout)
+    found += _targets(cfg.lora)
+    found += _steps(cfg.train, cfg.aqn)
+    if cfg.tiny_model is not None:
+        found += _tiny_model(cfg.tiny_model)
     if arch is not None and ranks is not None:
         for side in sides(cfg, ranks):
             found += [f"{side.name}: {problem}" if side.name else problem for problem in side_problems(side, arch)]
     return found
-
-
-def other_values(cfg: Config) -> list[str]:
-    """Broken rules that need neither the model nor the number of ranks, and are not about the layout."""
-    return [
-        *_vllm_temperatures(cfg.rollout, cfg.eval),
-        *_vllm_adapter(cfg.rollout, cfg.lora, apart=cfg.keeps_factors_apart),
-        *_data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step),
-        *_loss(cfg.loss, cfg.rollout),
-        *_overlong(cfg.reward, cfg.rollout),
-        *_targets(cfg.lora),
-        *_steps(cfg.train, cfg.aqn),
-        *(_tiny_model(cfg.tiny_model) if cfg.tiny_model else []),
-    ]
 
 
 def refuse_first(broken: Iterable[str]) -> None:
