@@ -304,8 +304,8 @@ def as_text(table: list[dict]) -> str:
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     """Check the operators on every rank."""
-    arch, seed = hf_config.planned(cfg)[0], derive_seed(cfg.train.seed, "operators", parallel.rank)
-    todo = cases(cfg, arch, parallel.world_size, seed)
+    arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    todo = cases(cfg, arch, parallel.world_size, derive_seed(cfg.train.seed, "operators", parallel.rank))
     mine = [result for case in todo for result in check_operator(case, parallel.device, parallel.rank)]
     table = summary([result for one in parallel.gather_objects(mine) for result in one])
     return launched.Answer(not any(row["wrong"] for row in table), as_text(table), table)
@@ -315,6 +315,8 @@ def main(arguments: list[str]) -> int:
     """Exit code 0: every operator is right. 1: one is wrong; the table names it. 2: the input cannot be used."""
     return launched.ask(
         launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
-        lambda cfg, ranks: refuse_first(trainer_problems(cfg, hf_config.planned(cfg)[0], ranks)),
+        lambda cfg, ranks: refuse_first(
+            trainer_problems(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], ranks)
+        ),
         answer,
     )

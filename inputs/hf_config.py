@@ -13,7 +13,7 @@ from facts.architectures import FAMILIES, Architecture
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs.files import read_object, shown
-from knobs import Config, TinyModelConfig
+from knobs import TinyModelConfig
 
 PUBLISHED = ROOT / "configs"  # <name>.config.json, to plan a run before the download
 
@@ -139,9 +139,9 @@ def parse(raw: dict, where: str = "config.json") -> Architecture:
     )
 
 
-def planned(cfg: Config) -> tuple[Architecture, str]:
-    """The architecture that a run of ``cfg`` would have, and where it is described; no weights are needed."""
-    raw, where = settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:
+    """The architecture that a run would have, and where it is described; no weights are needed. See settings."""
+    raw, where = settings(path, tiny, row_tokens)
     return parse(raw, where), where
 
 

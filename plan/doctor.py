@@ -405,9 +405,10 @@ def disk(machine: Machine) -> Found:
     cfg = machine.run
     assert cfg is not None
     try:
-        one = checkpoint_bytes(hf_config.planned(cfg)[0], cfg.lora, cfg.rollout.staleness) / GIB
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     except InputError as error:
         return True, f"not known without the model: {error}"  # the plan refuses it
+    one = checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness) / GIB
     needed = one * (cfg.train.keep_last + 1) + 0.5
     free = machine.free_bytes(Path(cfg.train.out_dir)) / GIB
     return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, {needed:.1f} wanted by checkpoints and logs"

@@ -153,7 +153,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     the micro-batch; and at last the number of ranks.
     """
     ranks, counts = refused.ranks, _other_counts(refused.ranks, setting)
-    cfg = _corrected(refused.cfg, setting.arch)
+    cfg = _corrected(refused, setting.arch)
     recomputing = cfg.changed(model={"recompute": True})
     smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})
     listed: list[Verdict] = []
@@ -227,8 +227,9 @@ def _variants(asked: Verdict) -> Iterator[Config]:
                 yield way.changed(model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
 
 
-def _corrected(cfg: Config, arch: Architecture) -> Config:
-    """``cfg`` with a correct batch equation and cache."""
+def _corrected(refused: Verdict, arch: Architecture) -> Config:
+    """What was refused with a correct batch equation and cache."""
+    cfg = refused.cfg
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
     cache, element = cfg.rollout.kv_cache_mib, ELEMENT_BYTES[cfg.model.dtype]

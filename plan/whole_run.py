@@ -76,7 +76,7 @@ def of_config(cfg: Config, ranks: int) -> WholeRun | None:
     """
     device = grid.device_of(cfg.device)
     with contextlib.suppress(InputError):
-        arch, _ = hf_config.planned(cfg)
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
         setting = Setting(arch, device, HARDWARE[device], 16, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
         verdict = judge(cfg, ranks, setting)
         if device != "cpu" and not verdict.reasons:

@@ -85,7 +85,10 @@ def check_inputs(
     exists = cfg.tiny_model is None or tiny_model.exists(
         Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)
     )
-    arch = hf_config.read(cfg.model.path) if exists else hf_config.planned(cfg)[0]
+    if exists:
+        arch = hf_config.read(cfg.model.path)
+    else:
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     refuse_first(problems(cfg, arch, ranks))
     if not exists:
         check_writable("model.path", Path(cfg.model.path))

@@ -241,7 +241,8 @@ def metered(parallel: parallel_setup.Parallel, cfg) -> tuple[int, int]:
 
 def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
     """An update of a tiny model, ready to run."""
-    arch = hf_config.planned(load_config("configs/tiny_cpu.yaml"))[0]
+    cfg = load_config("configs/tiny_cpu.yaml")
+    arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
     learner = Learner(cfg, live_bytes.policy_of(parallel, cfg, arch), pad_token=0)
     batch, weights = live_bytes.rollout_of(cfg), torch.ones(cfg.rollout.prompts_per_step * cfg.rollout.group_size)
     return lambda: learner.update(batch, [], weights, 0, StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device))

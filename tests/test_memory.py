@@ -68,7 +68,8 @@ def tiny(model_type: str, **changes) -> Architecture:
 
 
 def real(name: str) -> Architecture:
-    return hf_config.planned(load_config(f"configs/{name}.yaml"))[0]
+    cfg = load_config(f"configs/{name}.yaml")
+    return hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
 
 
 @contextlib.contextmanager

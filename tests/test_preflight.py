@@ -90,7 +90,8 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
         assert again["verdict"] == "fits" and again["per_rank"]["peak_bytes"] == other["peak_bytes"]
         # The trainer's own rules accept them, too.
         cfg = config.load_config(arguments[0], [*own_overrides, *other["overrides"]])
-        rules.refuse_first(rules.trainer_problems(cfg, hf_config.planned(cfg)[0], other["ranks"]))
+        arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
+        rules.refuse_first(rules.trainer_problems(cfg, arch, other["ranks"]))
     asked = found["ranks"]
     order = [(other["ranks"] > asked, round(other["peak_bytes"] / 2**30, 1)) for other in found["alternatives"]]
     assert order == sorted(order), "what needs more ranks comes last"

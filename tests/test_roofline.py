@@ -17,7 +17,8 @@ from plan.memory import step_memory
 NPU = dataclasses.replace(
     HARDWARE["npu"], training_share=0.2, graph_layer_seconds=0.020 / 48, eager_layer_seconds=0.034 / 48
 )
-QWEN3 = hf_config.planned(load_config("configs/qwen3.yaml"))[0]
+SHIPPED = load_config("configs/qwen3.yaml")
+QWEN3 = hf_config.planned(SHIPPED.model.path, SHIPPED.tiny_model, SHIPPED.row_tokens)[0]
 
 
 def planned(

@@ -12,7 +12,7 @@ from plan import utilisation
 APART = ["rollout.sync=adapter", "rollout.expert_parallel=false"]  # no weights are merged
 CONFIG = ("configs/qwen3.yaml", ["optim.prompts_per_update=96", *APART])
 CFG = load_config(*CONFIG)
-QWEN3 = hf_config.planned(CFG)[0]
+QWEN3 = hf_config.planned(CFG.model.path, CFG.tiny_model, CFG.row_tokens)[0]
 ROWS = [(0, 100, 50), (0, 100, 350), (1, 60, 20), (1, 60, 180)]  # group, prompt, completion
 NEW = 600  # tokens of the completions of ROWS
 TIMING = {"timing/generate_s": 4.0, "timing/update_s": 5.0, "timing/step_s": 10.0}

@@ -25,7 +25,7 @@ SMALL = ["device=cpu", "optim.tokens_per_micro_batch=352", "rollout.max_new_toke
 def wrong(tensor: int, quantisation: str) -> list[str]:
     """What is wrong on this rank's device at the sizes of a rank of so many tensor ranks."""
     cfg = load_config(TINY, [*SMALL, f"parallel.tensor={tensor}", f"model.quantisation={quantisation}"])
-    arch, rank = hf_config.planned(cfg)[0], dist.get_rank()
+    arch, rank = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], dist.get_rank()
     rows = []
     cases = kernels_check.cases(cfg, arch, tensor, seed=rank)
     if quantisation == "none":

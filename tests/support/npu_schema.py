@@ -106,7 +106,7 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
     """A row for each operator and each set of sizes. ``layouts``: the trainings that have it."""
     rows: dict[tuple, dict] = {}
     for name, cfg, ranks in of_sides(trainings):
-        arch = hf_config.planned(cfg)[0]
+        arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
         refuse_first(trainer_problems(cfg, arch, ranks))
         line = packed_line(cfg, arch, ranks, mode)
         with mode:
