@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engines.interface import Engine
 from facts.architectures import Architecture
+from inputs import capacity
 from knobs import Config, RolloutConfig
 
 
@@ -28,7 +30,24 @@ def open_engine(
 
     ``beat`` is called for every decoded token of a batch of rows.
     """
-    return _engine_module(cfg.rollout).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
+    rollout = cfg.rollout
+    # An engine that reserves no cache takes as many rows on any number of ranks, and may have no process group.
+    ranks = dist.get_world_size() if rollout.kind.reserves else 1
+    return _engine_module(rollout).open_engine(
+        cfg.model,
+        rollout,
+        arch,
+        device,
+        stop_tokens,
+        pad_token,
+        beat,
+        adapter=cfg.lora if cfg.keeps_factors_apart else None,
+        max_tokens=cfg.row_tokens,
+        max_sequences=capacity.max_sequences(
+            rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
+        ),
+        routed_experts=cfg.replay.mode == "r3",
+    )
 
 
 def _engine_module(rollout: RolloutConfig) -> Any:

@@ -19,7 +19,7 @@ from facts.architectures import Architecture, layers
 from facts.exits import InputError
 from hardware.device import DTYPES
 from inputs.capacity import MOST_SEQUENCES
-from knobs import Config, LoraConfig
+from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
 
 
 class _Part(NamedTuple):
@@ -193,20 +193,27 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    cfg: Config,
+    model: ModelConfig,
+    rollout: RolloutConfig,
     arch: Architecture,
     device: torch.device,
     stop_tokens: set[int],
     pad_token: int,
     beat: Callable[[], None],
+    *,
+    adapter: LoraConfig | None,
+    max_tokens: int,
+    max_sequences: int,
+    routed_experts: bool,
 ) -> TorchSampler:
-    dtype = DTYPES[cfg.model.dtype]
+    """The sampler. Its caches grow with its rows, and it always has the routes: no other limit or switch is needed."""
     return TorchSampler(
         arch,
         stop_tokens=stop_tokens,
         pad_token=pad_token,
-        dtype=dtype,
+        dtype=DTYPES[model.dtype],
         device=device,
-        adapter=cfg.lora if cfg.keeps_factors_apart else None,
+        max_sequences=max_sequences,
+        adapter=adapter,
         beat=beat,
     )

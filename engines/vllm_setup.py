@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
@@ -14,7 +13,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from inputs import capacity
 from inputs.rules import batch_sizes, engine_shards, refuse_first, sampler_problems
-from knobs import Config
+from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
@@ -50,36 +49,33 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    cfg: Config,
+    model: ModelConfig,
+    rollout: RolloutConfig,
     arch: Architecture,
     device: torch.device,
     stop_tokens: set[int],
     pad_token: int,
     beat: Callable[[], None],
+    *,
+    adapter: LoraConfig | None,
+    max_tokens: int,
+    max_sequences: int,
+    routed_experts: bool,
 ) -> VllmEngine:
-    """vLLM for this configuration. All ranks make it at the same time."""
-    rows = capacity.max_sequences(
-        cfg.rollout,
-        cfg.eval,
-        arch,
-        dist.get_world_size(),
-        prompt_tokens=cfg.data.max_prompt_tokens,
-        dtype=cfg.model.dtype,
-    )
-    dtype, adapter = devices.DTYPES[cfg.model.dtype], cfg.lora if cfg.keeps_factors_apart else None
-    kind = vllm_colocated.ColocatedEngine if cfg.rollout.expert_parallel else vllm_engine.VllmEngine
+    """vLLM with these limits. All ranks make it at the same time. ``pad_token``: vLLM pads no rows."""
+    kind = vllm_colocated.ColocatedEngine if rollout.expert_parallel else vllm_engine.VllmEngine
     return kind(
         arch,
-        cfg.model.path,
+        model.path,
         stop_tokens=stop_tokens,
-        max_tokens=cfg.row_tokens,
-        dtype=dtype,
+        max_tokens=max_tokens,
+        dtype=devices.DTYPES[model.dtype],
         device=device,
-        tensor=cfg.rollout.tensor,
-        enforce_eager=cfg.rollout.enforce_eager,
-        kv_cache_mib=cfg.rollout.kv_cache_mib,
-        max_sequences=rows,
-        routed_experts=cfg.replay.mode == "r3",
+        tensor=rollout.tensor,
+        enforce_eager=rollout.enforce_eager,
+        kv_cache_mib=rollout.kv_cache_mib,
+        max_sequences=max_sequences,
+        routed_experts=routed_experts,
         adapter=adapter,
         beat=beat,
     )
