@@ -243,14 +243,24 @@ def step_memory(
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
-    frozen, merged = (size * element for size in shared_experts(cfg, arch, layout, device))
+    adapter, frozen, merged = cfg.keeps_factors_apart, 0, 0
+    stacks_filled = has_stacks(rollout, layout, device, routes=cfg.replay.mode == "r3", adapter=adapter)
+    if stacks_filled:
+        shared = shared_experts(
+            arch,
+            cfg.lora,
+            layout,
+            adapter=adapter,
+            shares_merged=cfg.shares_merged,
+            shares_frozen=cfg.model.quantisation == "none",
+        )
+        frozen, merged = (size * element for size in shared)
     if layout.engine_expert > layout.engine_tensor:
         first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
     else:
         first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     group = 0 if cfg.keeps_factors_apart else first_group
-    routes, adapter = cfg.replay.mode == "r3", cfg.keeps_factors_apart
-    if group and has_stacks(rollout, layout, device, routes=routes, adapter=adapter):
+    if group and stacks_filled:
         # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
         stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
         group = int(max(stacks, 2 * attention * h * element))

@@ -6,7 +6,7 @@ import math
 from facts.architectures import Architecture, Module, every_module, modules, over_layers
 from facts.engines import whole_experts
 from facts.limits import PIECE, int4_bytes, merged_together
-from knobs import Config, LoraConfig, RolloutConfig
+from knobs import LoraConfig, RolloutConfig
 from plan import grid
 from plan.grid import RankGrid
 
@@ -86,19 +86,18 @@ def splits_as_trainer(layout: RankGrid) -> bool:
     return layout.engine_expert == layout.expert
 
 
-def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid, device: str) -> tuple[int, int]:
-    """Parameters of frozen and of merged experts that trainer and engine of a rank hold once.
+def shared_experts(
+    arch: Architecture, lora: LoraConfig, layout: RankGrid, *, adapter: bool, shares_merged: bool, shares_frozen: bool
+) -> tuple[int, int]:
+    """Parameters of frozen and of merged experts that trainer and engine of a rank hold once, if it has_stacks.
 
-    See Push._share_experts.
+    ``adapter``: the engine gets the factors, so no experts are merged. See Push._share_experts.
     """
-    apart = cfg.keeps_factors_apart
-    if not has_stacks(cfg.rollout, layout, device, routes=cfg.replay.mode == "r3", adapter=apart):
-        return 0, 0
-    merged = () if apart else cfg.lora.targets
+    merged = () if adapter else lora.targets
     sizes = [0, 0]
     for module in (module for module in every_module(arch) if module.kind == "experts"):
         is_merged = module.target in merged
-        if cfg.shares_merged if is_merged else cfg.model.quantisation == "none":
+        if shares_merged if is_merged else shares_frozen:
             sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
     return sizes[0], sizes[1]
 

@@ -34,7 +34,14 @@ class Sampler:
         self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
         self.probe = inputs.held_out[0].prompt
         device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
-        if cfg.keeps_factors_apart and parameters.shared_experts(cfg, policy.arch, layout, device.type)[0]:
+        routes, shares_frozen = cfg.replay.mode == "r3", cfg.model.quantisation == "none"
+        if (
+            cfg.keeps_factors_apart
+            and parameters.has_stacks(cfg.rollout, layout, device.type, routes=routes, adapter=True)
+            and parameters.shared_experts(
+                policy.arch, cfg.lora, layout, adapter=True, shares_merged=False, shares_frozen=shares_frozen
+            )[0]
+        ):
             Push.frozen_experts_to_host_(policy.model, device)
         # The engine reports progress, because decoding may take longer than train.stall_seconds.
         self.engine = opening.open_engine(
