@@ -34,7 +34,7 @@ from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, to_dict
 from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
 from knobs import Config, LoraConfig, ModelConfig
-from runlog.run_record import refuse_changed_inputs
+from runlog.run_record import changed_inputs, input_files, refuse_changed_inputs
 from weights import checkpoint, huggingface
 from weights.adapter_weights import Adapted, adapted_modules
 
@@ -54,7 +54,8 @@ def read_policy(
 
     InputError for a base model that does not fit or has changed."""
     cfg, found = read_run(run_dir, step)
-    changed = refuse_changed_inputs(run_dir, cfg, accept=accept_changed_inputs, how="--accept-changed-inputs")
+    changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
+    refuse_changed_inputs(changed, accept=accept_changed_inputs, how="--accept-changed-inputs")
     arch = hf_config.read(cfg.model.path)
     huggingface.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))

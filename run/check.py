@@ -263,12 +263,11 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
             f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
         )
     checkpoint.check_resume(saved, config)
+    changed = run_record.changed_inputs(saved.run_dir, run_record.input_files(cfg), Path(cfg.model.path), beat)
     for line in run_record.refuse_changed_inputs(
-        saved.run_dir,
-        cfg,
+        changed,
         accept=cfg.train.changed_inputs == "accept",
         how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
-        beat=beat,
     ):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved

@@ -272,11 +272,13 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
     return found
 
 
-def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """A line for each of input_files whose checksum is not the one that the run's last start recorded.
+def changed_inputs(
+    run_dir: Path, files: dict[str, dict[str, Path]], model: Path, beat: Callable[[], None] = lambda: None
+) -> list[str]:
+    """A line for each of ``files``, input_files, whose checksum is not the one that the run's last start recorded.
 
     Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
-    cannot be read, one line says so.
+    cannot be read, one line says so. ``model``: the model's folder, which names a file that is gone.
     """
     resumed = [path for path in run_dir.glob("resume-*/inputs.json") if path.parent.name[7:].isdecimal()]
     record = max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / "inputs.json")
@@ -284,8 +286,7 @@ def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
         return [f"{record}: not the record of the run's inputs ({error!r})"]
-    paths = input_files(cfg)
-    present = inputs(paths, beat)
+    present = inputs(files, beat)
     lines = []
     for kind in present | recorded:
         now, was = present.get(kind, {}), recorded.get(kind, {})
@@ -293,7 +294,7 @@ def changed_inputs(run_dir: Path, cfg: Config, beat: Callable[[], None] = lambda
             was = {name: was[name] for name in was if name in now}
         for name in sorted(now.keys() | was.keys()):
             if now.get(name) != was.get(name) and not name.startswith("."):
-                path = paths.get(kind, {}).get(name, Path(cfg.model.path) / name if kind == "model" else name)
+                path = files.get(kind, {}).get(name, model / name if kind == "model" else name)
                 before, after = _state(was.get(name)), _state(now.get(name))
                 lines.append(f"{path}: when {record.parent} was started {before}, now {after}")
     return lines
@@ -303,11 +304,8 @@ def _state(checksum: str | None) -> str:
     return f"sha256 {checksum}" if checksum else "not there"
 
 
-def refuse_changed_inputs(
-    run_dir: Path, cfg: Config, *, accept: bool, how: str, beat: Callable[[], None] = lambda: None
-) -> list[str]:
+def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list[str]:
     """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
-    changed = changed_inputs(run_dir, cfg, beat)
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")

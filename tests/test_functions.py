@@ -423,9 +423,9 @@ def test_the_file_and_what_it_imports_are_inputs_of_the_run(tmp_path: Path) -> N
     recorded = run_record.inputs(run_record.input_files(cfg))
     assert list(recorded["functions"]) == ["reward.function mine.py", "reward.function part.py"]
     run_record.write_records(tmp_path, cfg, 1)
-    assert run_record.changed_inputs(tmp_path, cfg) == []
+    assert run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path)) == []
     (tmp_path / "part.py").write_text("value = 2.0\n")
-    (line,) = run_record.changed_inputs(tmp_path, cfg)
+    (line,) = run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))
     assert line.startswith(f"{tmp_path / 'part.py'}: when ") and "now sha256" in line
     (tmp_path / "mine.py").unlink()
-    assert "mine.py: when" in run_record.changed_inputs(tmp_path, cfg)[0]
+    assert "mine.py: when" in run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))[0]

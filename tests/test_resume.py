@@ -233,7 +233,7 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     template.write_text("{{ messages[0]['content'] }} is")
     flip_a_bit(weights)
     questions.write_text(questions.read_text().replace("What is 3 +", "What is 30 +"))
-    lines = run_record.changed_inputs(run, cfg)
+    lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
     for path, before, line in zip(changed, was, lines, strict=True):
         assert line.startswith(f"{path}: when {run}") and before in line and sha256_file(path) in line
     before = contents(run)
@@ -244,7 +244,9 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
 
     code, text = command(tmp_path / "config.yaml", "train.changed_inputs=accept")
     assert code == 0 and "after 1 of 2 steps" in text and all(f"accepted: {line}" in text for line in lines), text
-    assert run_record.changed_inputs(run, cfg) == []  # the run has accepted these inputs
+    assert (
+        run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path)) == []
+    )  # the run has accepted these inputs
 
 
 def assert_a_resume_repeats(layout: str, model: Path, folder: Path, changes: dict) -> Path:

@@ -140,9 +140,10 @@ def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Pa
     for name in ("resume-old", "resume-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "inputs.json").write_text("{")
+    changed = run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))
     with pytest.raises(InputError, match="resume-1/inputs.json: not the record of the run's inputs .* or how"):
-        run_record.refuse_changed_inputs(tmp_path, cfg, accept=False, how="how")
-    assert len(run_record.refuse_changed_inputs(tmp_path, cfg, accept=True, how="how")) == 1
+        run_record.refuse_changed_inputs(changed, accept=False, how="how")
+    assert len(run_record.refuse_changed_inputs(changed, accept=True, how="how")) == 1
 
 
 def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
