@@ -89,12 +89,23 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
-    """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes."""
-    layout, generator = grid.of(cfg.parallel, cfg.rollout, ranks), torch.Generator().manual_seed(seed)
+def cases(
+    arch: Architecture,
+    layout: grid.RankGrid,
+    *,
+    tokens: int,
+    row_tokens: int,
+    lora_rank: int,
+    quantised: bool,
+    seed: int,
+) -> list[Case]:
+    """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes.
+
+    ``tokens``: of the micro-batch. ``row_tokens``: of the longest row. ``lora_rank``: of routed experts.
+    """
+    generator = torch.Generator().manual_seed(seed)
     h, d = arch.hidden_size, arch.head_dim
-    tokens = memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
-    T = min(tokens, -(-cfg.row_tokens // layout.tensor) * layout.tensor)
+    T = min(tokens, -(-row_tokens // layout.tensor) * layout.tensor)
     own_tokens, rows = tokens // layout.tensor, tokens // T
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
 
@@ -155,7 +166,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
         return dense_cases
 
     w, E = arch.expert_ffn_size, arch.num_experts // layout.expert
-    N, R = own_tokens * arch.experts_per_token, cfg.lora.rank_of(True)
+    N, R = own_tokens * arch.experts_per_token, lora_rank
     # If there are several experts, the first one gets no row, which routing can cause.
     rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
     rows_of.append(N - sum(rows_of))
@@ -169,7 +180,7 @@ def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
 
     def experts(name: str, in_size: int, out_size: int) -> Case:
         """The product with the frozen experts."""
-        if cfg.model.quantisation == "none":
+        if not quantised:
             return grouped(name, in_size, out_size, ("x",))
         packed = quantisation.empty((E, out_size, in_size), torch.bfloat16)
         for e in range(E):
@@ -305,7 +316,16 @@ def as_text(table: list[dict]) -> str:
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     """Check the operators on every rank."""
     arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
-    todo = cases(cfg, arch, parallel.world_size, derive_seed(cfg.train.seed, "operators", parallel.rank))
+    layout = grid.of(cfg.parallel, cfg.rollout, parallel.world_size)
+    todo = cases(
+        arch,
+        layout,
+        tokens=memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens),
+        row_tokens=cfg.row_tokens,
+        lora_rank=cfg.lora.rank_of(is_expert=True),
+        quantised=cfg.model.quantisation != "none",
+        seed=derive_seed(cfg.train.seed, "operators", parallel.rank),
+    )
     mine = [result for case in todo for result in check_operator(case, parallel.device, parallel.rank)]
     table = summary([result for one in parallel.gather_objects(mine) for result in one])
     return launched.Answer(not any(row["wrong"] for row in table), as_text(table), table)

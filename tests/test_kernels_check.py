@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import operators
 import pytest
 import torch
 from gpu_attention import FORMS, as_on_a_gpu
@@ -29,7 +30,7 @@ SMALL = ["optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 r
 
 def small_cases(quantisation: str = "none") -> list[Case]:
     cfg = load_config(CONFIGS / "tiny_cpu.yaml", [*SMALL, f"model.quantisation={quantisation}"])
-    return kernels_check.cases(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], 2, seed=0)
+    return operators.cases(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], 2, seed=0)
 
 
 def table() -> dict[tuple[str, str], list[str]]:
