@@ -244,9 +244,8 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
 
     code, text = command(tmp_path / "config.yaml", "train.changed_inputs=accept")
     assert code == 0 and "after 1 of 2 steps" in text and all(f"accepted: {line}" in text for line in lines), text
-    assert (
-        run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path)) == []
-    )  # the run has accepted these inputs
+    lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
+    assert lines == []  # the run has accepted these inputs
 
 
 def assert_a_resume_repeats(layout: str, model: Path, folder: Path, changes: dict) -> Path:

@@ -1,4 +1,4 @@
-"""The operators of a configuration, and uses beside those of checks/kernels_check.py: few rows, odd widths, the sampler's shapes."""
+"""The operators of a configuration, and uses beside them: few rows, odd widths, the sampler's shapes."""
 
 from __future__ import annotations
 
