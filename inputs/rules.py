@@ -332,10 +332,9 @@ def side_problems(side: Side, arch: Architecture) -> list[str]:
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
-    int4 = int4_problem(arch) if cfg.model.quantisation == "int4" else ""
     return [
         *_splits(cfg.parallel, arch, ranks),
-        *([int4] if int4 else []),
+        *_quantisation(cfg.model, arch),
         *_model(cfg.data, cfg.rollout, cfg.replay, arch),
         *_shared_shards(cfg.rollout, cfg.parallel, cfg.replay, arch, ranks),
     ]
@@ -357,6 +356,11 @@ def _splits(parallel: ParallelConfig, arch: Architecture, ranks: int) -> Iterato
     )
     experts = {"experts": arch.num_experts, "ranks": ranks}
     yield from _split_problem("parallel.expert", parallel.expert, experts, ranks)
+
+
+def _quantisation(model: ModelConfig, arch: Architecture) -> Iterator[str]:
+    if model.quantisation == "int4" and (problem := int4_problem(arch)):
+        yield problem
 
 
 def _model(data: DataConfig, rollout: RolloutConfig, replay: ReplayConfig, arch: Architecture) -> Iterator[str]:

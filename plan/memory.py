@@ -259,7 +259,7 @@ def step_memory(
         first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
     else:
         first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
-    group = 0 if cfg.keeps_factors_apart else first_group
+    group = 0 if adapter else first_group
     if group and stacks_filled:
         # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
         stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
@@ -314,9 +314,8 @@ def step_memory(
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     swapped = lora * trains * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
-    checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (
-        device == "cpu"
-    )  # rank 0 has it in the memory of the host
+    # Rank 0 has a checkpoint in the memory of the host.
+    checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
