@@ -154,7 +154,7 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = summary(measure(parallel))
     if cfg.rollout.ranks:
         bridge = Bridge(cfg)
-        # It ends a wait.
+        # The heartbeat ends a wait without progress.
         bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))
         own_rows = measure_bridge(bridge, ELEMENTS[parallel.device.type])
         bridge.heartbeat.stop()
