@@ -172,7 +172,7 @@ def refuse_unequal(texts: dict[str, str]) -> None:
 
 
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
-    """Megatron's groups of these sizes over the current world. rules.check_layout has checked the sizes."""
+    """Megatron's groups of these sizes over the current world. rules.trainer_problems has judged the sizes."""
     devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
