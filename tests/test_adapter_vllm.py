@@ -24,6 +24,7 @@ import world
 from refused import refusal
 from safetensors.torch import load_file, save_file
 from sampled import DENSE, FREE, Model
+from source import ROOT
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
@@ -44,7 +45,6 @@ from weights import huggingface
 from weights.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
-ROOT = Path(__file__).parents[1]
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RANK, ALPHA = 4, 6.5  # vLLM makes room for rank 8; alpha / rank is no power of two
 NOISE = {"aqn__schedule": "constant", "aqn__sigma_start": 0.05, "aqn__targets": ("attention", "mlp")}

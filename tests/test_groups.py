@@ -12,7 +12,8 @@ import world
 from launched import launch
 
 import parallel_setup
-from checks import groups, launched
+from checks import groups
+from checks.launched import Answer
 from knobs import ParallelConfig
 from parallel_setup import Parallel
 
@@ -87,7 +88,7 @@ def test_a_wrong_answer_is_named_with_its_group_and_ranks(collective, shown):
 def test_the_exit_code_says_whether_all_were_right(monkeypatch):
     world._import_megatron()
     for right, code in ((True, 0), (False, 1)):
-        monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: launched.Answer(right, "", []))
+        monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: Answer(right, "", []))
         assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
 
 

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import math
 
+import published
 import pytest
-from published import QWEN3_30B_A3B, QWEN15_MOE
 
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
 from inputs import hf_config
 
-REAL = {"Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624), "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14_315_784_192)}
+REAL = {
+    "Qwen3-30B-A3B": (published.QWEN3_30B_A3B, 30_532_122_624),
+    "Qwen1.5-MoE-A2.7B": (published.QWEN15_MOE, 14_315_784_192),
+}
 
 
 @pytest.fixture(scope="module", params=REAL)
@@ -47,7 +50,7 @@ def test_transformers_counts_the_same_parameters_and_shapes(real):
 
 
 def test_every_field_of_a_real_config_is_read():
-    arch = hf_config.parse(QWEN3_30B_A3B)
+    arch = hf_config.parse(published.QWEN3_30B_A3B)
     assert arch == Architecture(
         model_type="qwen3_moe",
         vocab_size=151936,
@@ -70,7 +73,7 @@ def test_every_field_of_a_real_config_is_read():
         max_positions=40960,
     )
     assert arch.qkv_size == 32 * 128 + 2 * 4 * 128
-    arch = hf_config.parse(QWEN15_MOE)
+    arch = hf_config.parse(published.QWEN15_MOE)
     assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, "")
     assert (arch.num_experts, arch.experts_per_token, arch.norm_topk_prob) == (60, 4, False)
 
@@ -81,9 +84,9 @@ def test_the_shipped_sizes_are_those_of_the_chat_models():
         hf_config.parse(json.loads((hf_config.PUBLISHED / f"{name}.config.json").read_text()))
         for name in ("Qwen3-30B-A3B-Instruct-2507", "Qwen1.5-MoE-A2.7B-Chat")
     )
-    hybrid = hf_config.parse(QWEN3_30B_A3B)
+    hybrid = hf_config.parse(published.QWEN3_30B_A3B)
     assert instruct == dataclasses.replace(hybrid, rope_theta=1e7, max_positions=262_144)
-    assert chat == hf_config.parse(QWEN15_MOE)
+    assert chat == hf_config.parse(published.QWEN15_MOE)
 
 
 def test_what_transformers_5_writes_is_the_same_architecture_and_absent_keys_mean_what_it_means(real, tmp_path):
@@ -110,45 +113,57 @@ def test_what_transformers_5_writes_is_the_same_architecture_and_absent_keys_mea
     ],
 )
 def test_which_layers_are_moe(changes, moe):
-    arch = hf_config.parse(QWEN15_MOE | {"num_hidden_layers": 8} | changes)
+    arch = hf_config.parse(published.QWEN15_MOE | {"num_hidden_layers": 8} | changes)
     assert "".join("M" if is_moe else "d" for is_moe in arch.moe_layers) == moe
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED = [  # (config to start from, what differs, what the line says)
-    (QWEN3_30B_A3B, {"model_type": "llama"}, "model_type 'llama' is not supported; supported: qwen3_moe, qwen2_moe"),
-    (QWEN3_30B_A3B, {"architectures": ["Qwen2MoeForCausalLM"]}, "only ['Qwen3MoeForCausalLM'] is"),
-    (QWEN3_30B_A3B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu' is"),
-    (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = true is not supported"),
-    (QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
-    (QWEN15_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    (QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling = 'yarn' is not supported"),
-    (QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling = 'yarn'"),
     (
-        QWEN3_30B_A3B,
+        published.QWEN3_30B_A3B,
+        {"model_type": "llama"},
+        "model_type 'llama' is not supported; supported: qwen3_moe, qwen2_moe",
+    ),
+    (published.QWEN3_30B_A3B, {"architectures": ["Qwen2MoeForCausalLM"]}, "only ['Qwen3MoeForCausalLM'] is"),
+    (published.QWEN3_30B_A3B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu' is"),
+    (published.QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = true is not supported"),
+    (published.QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+    (published.QWEN15_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    (
+        published.QWEN3_30B_A3B,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope scaling = 'yarn' is not supported",
+    ),
+    (published.QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling = 'yarn'"),
+    (
+        published.QWEN3_30B_A3B,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}},
         "rope scaling = 'yarn' is not supported",
     ),
-    (QWEN3_30B_A3B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-    (QWEN3_30B_A3B, {"rope_theta": "1e6"}, "rope_theta: expected a positive number"),
+    (published.QWEN3_30B_A3B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    (published.QWEN3_30B_A3B, {"rope_theta": "1e6"}, "rope_theta: expected a positive number"),
     (
-        QWEN3_30B_A3B,
+        published.QWEN3_30B_A3B,
         {"quantization_config": {"quant_method": "fp8"}},
         "quantization_config: found {'quant_method': 'fp8'}, a quantised checkpoint; needed: one in bf16, ",
     ),
-    (QWEN3_30B_A3B, {"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
-    (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
-    (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
-    (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts 64 and num_experts 128 differ"),
-    (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "norm_topk_prob"),
-    (QWEN3_30B_A3B, {"hidden_size": 2048.0}, "hidden_size: expected a positive int, found 2048.0"),
-    (QWEN3_30B_A3B, {"vocab_size": -1}, "vocab_size: expected a positive int, found -1"),
-    (QWEN3_30B_A3B, {"rms_norm_eps": math.nan}, "rms_norm_eps: expected a positive float"),
-    (QWEN3_30B_A3B, {"head_dim": 127}, "head_dim"),
-    (QWEN3_30B_A3B, {"norm_topk_prob": "true"}, "norm_topk_prob: expected a bool, found 'true'"),
-    (QWEN15_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
-    (QWEN15_MOE, {"mlp_only_layers": [24]}, "mlp_only_layers: found 24; needed: layers from 0 to 23"),
+    (
+        published.QWEN3_30B_A3B,
+        {"num_key_value_heads": 5},
+        "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
+    ),
+    (published.QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
+    (published.QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
+    (published.QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts 64 and num_experts 128 differ"),
+    (published.QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "norm_topk_prob"),
+    (published.QWEN3_30B_A3B, {"hidden_size": 2048.0}, "hidden_size: expected a positive int, found 2048.0"),
+    (published.QWEN3_30B_A3B, {"vocab_size": -1}, "vocab_size: expected a positive int, found -1"),
+    (published.QWEN3_30B_A3B, {"rms_norm_eps": math.nan}, "rms_norm_eps: expected a positive float"),
+    (published.QWEN3_30B_A3B, {"head_dim": 127}, "head_dim"),
+    (published.QWEN3_30B_A3B, {"norm_topk_prob": "true"}, "norm_topk_prob: expected a bool, found 'true'"),
+    (published.QWEN15_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    (published.QWEN15_MOE, {"mlp_only_layers": [24]}, "mlp_only_layers: found 24; needed: layers from 0 to 23"),
 ]
 
 

@@ -273,12 +273,12 @@ def test_a_report_without_measured_steps_and_a_cpu_are_refused_in_one_line(tmp_p
     timing = {"step": 0} | {f"timing/{name}_s": 1.0 for name in MEASURED}
     sound = write(tmp_path / "timing.jsonl", json.dumps(timing) + "\n")
     tiny = str(Path(QWEN3).with_name("tiny_cpu.yaml"))
-    for config, report, reason in (
+    for path, report, reason in (
         (QWEN3, unfinished, "no timing/generate_s, timing/update_s, timing/step_s"),
         (QWEN3, str(tmp_path / "none.json"), "needed: the timing.jsonl of a run"),
         (tiny, sound, "needed: device npu or cuda"),
     ):
-        assert preflight.main([config, "--calibrate", report]) == 2
+        assert preflight.main([path, "--calibrate", report]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, said
         assert reason in said.err

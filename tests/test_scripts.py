@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import run_scripts
 from published import QWEN3_30B_A3B, QWEN15_MOE
+from source import ROOT
 from tiers import ci
 
 from facts.exits import InputError
@@ -25,7 +26,6 @@ from inputs import hf_config
 from inputs.config import load_config
 from inputs.rules import refuse_first, sides, trainer_problems
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), *sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
 
 # Answers for Python, pip, venv, torchrun and the trainer. `-c` goes to the real interpreter, whose path is replaced by
@@ -104,8 +104,8 @@ def checkout(tmp_path: Path) -> Checkout:
         (root / folder).mkdir(parents=True)
     for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "launch/setup_cpu.sh"):
         shutil.copy(ROOT / name, root / name)
-    for name, pins in PINS.items():
-        (root / "requirements" / f"{name}.txt").write_text(pins)
+    for name, lines in PINS.items():
+        (root / "requirements" / f"{name}.txt").write_text(lines)
     made = Checkout(root)
     made.answer("python3", STUB)
     made.answer("df", 'echo header; echo disk 9 9 "${STUB_FREE_KB:-99999999}" 1% /')
