@@ -4,15 +4,11 @@ bench_step.py itself compares losses and log-probs with TRL's in each of its run
 no test makes that comparison.
 """
 
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_cases as cases
 import bench_step
+import pytest
 
 NEW_TOKENS = 20  # checks.sampling needs at least this many, and must be off in the benchmarks
 CHANGES = {"rollout__max_new_tokens": NEW_TOKENS, "tiny_model__num_layers": 1}
