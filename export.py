@@ -4,7 +4,7 @@
     python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft. The files are
-read back and checked (names, shapes, finite values) before DIR gets its name. tests/test_export.py shows that
+read back and checked (names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that
 transformers and peft compute the trainer's log-probabilities from them. E experts, R the rank of a pair.
 """
 

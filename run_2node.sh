@@ -8,7 +8,7 @@
 # Do --groups first: it proves and times every process group over both machines. If one machine is lost, the run on the other
 # one ends within seconds; with RESTARTS=1 on both machines torchrun resumes after a lost process. Both machines need the model
 # and the data, and must share the folder OUT to resume. `preflight.py CONFIG --ranks 32 --fastest` says whether SAMPLERS saves
-# time (docs/policy.md). Two CPU processes are tested (tests/test_two_nodes.py); no NPUs yet.
+# time (docs/policy.md). Two CPU processes are tested (tests/runs/test_launch.py); no NPUs yet.
 
 set -euo pipefail
 

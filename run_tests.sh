@@ -2,7 +2,7 @@
 # Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside,
 # trackers.txt and serve.txt.
 #
-#   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/test_grpo.py
+#   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/rooms/method/test_grpo.py
 #
 # There is a case of every property. --ci adds what each push runs: more layouts, torchrun, stand-ins for an NPU, real
 # packages. --all adds what is for a night: 16 ranks, all pairs of options, all planted faults for all checks.
@@ -28,8 +28,8 @@ fi
 cd "$(dirname "$0")"
 
 export NEW_MEGATRON_DIR               # the parity tests import it instead of the installed version
-export TRACKERS_DIR                   # the trackers of tests/test_trackers.py have it on their path
-export SERVE_DIR                      # the server of tests/test_serve.py has it on its path
+export TRACKERS_DIR                   # the trackers of tests/rooms/runlog/test_trackers.py have it on their path
+export SERVE_DIR                      # the server of tests/machines/test_programs.py has it on its path
 export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
 
 source launch/setup_cpu.sh

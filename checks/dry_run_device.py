@@ -1,10 +1,10 @@
 """A device without storage for the dry run: tensors that are only a shape, and what else the trainer asks of it.
 
 It stands for an NPU or a GPU. The operators of torch_npu are shapes and what autograd keeps for their backward pass,
-which is what decides memory. tests/test_dry_run.py compares the bytes of whole steps with those of the real package. A
-GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda; the shapes of its
-operators are torch's own. Collectives do nothing, values that decide what happens next are made up, and Megatron's
-dispatcher gets token counts from a plan instead of from a router.
+which is what decides memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those of the
+real package. A GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda; the
+shapes of its operators are torch's own. Collectives do nothing, values that decide what happens next are made up, and
+Megatron's dispatcher gets token counts from a plan instead of from a router.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]
     torchrun --nproc_per_node=N preflight.py --self-test [CONFIG] [section.key=value ...]
 
-It runs the tests of tests/on_device on CONFIG's device: random tiny models in every layout of the launched ranks,
+It runs tests/machines/on_device on CONFIG's device: random tiny models in every layout of the launched ranks,
 against transformers and torch.optim.AdamW in float64, and each operator against its formula. Without torchrun a CPU
 takes one and two ranks, or N. Only the device of CONFIG counts; `train_grpo.py CONFIG --check` judges its functions.
 Exit code 0: all is right. 1: a line says which test failed. 2: the input cannot be used.
@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]
     if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all; the first one prints them
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    print(f"self-test on device {cfg.device}: tests/on_device, a dot a test (docs/checks.md)")
+    print(f"self-test on device {cfg.device}: tests/machines/on_device, a dot a test (docs/checks.md)")
     os.chdir(ROOT)
-    pytest = [sys.executable, "-m", "pytest", "tests/on_device", "--device", cfg.device, *ranks, *OPTIONS]
+    pytest = [sys.executable, "-m", "pytest", "tests/machines/on_device", "--device", cfg.device, *ranks, *OPTIONS]
     sys.stdout.flush()
     os.execve(sys.executable, pytest, os.environ | {"COLUMNS": "240"})

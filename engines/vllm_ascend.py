@@ -1,6 +1,6 @@
 """Settings of vllm-ascend that a run needs or refuses, by the sources of 0.23.0 and 0.30.0rc2. Not run on an NPU yet.
 
-tests/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN.
+tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN.
 Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 

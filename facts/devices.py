@@ -13,7 +13,7 @@ FORWARD_LAUNCHES = 64  # of a forward pass with frozen weights: 3,073 calls in 4
 MERGE_LAUNCHES = 4  # more for each matrix that a pass merges: a product, a scaling, a sum and a cast
 UPDATE_LAUNCHES = {True: (79, 179), False: (99, 97)}  # model.recompute -> of an update's passes, without merges
 
-SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (tests/test_published.py)
+SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (tests/rooms/plan/test_preflight.py)
 
 
 class Range(NamedTuple):
@@ -61,7 +61,8 @@ class Hardware:
 
 
 # Medians of what was published: tests/support/published_runs.json has each figure with its source and with what was
-# assumed about it. tests/test_published.py computes the medians again, and judges each run by those of the others.
+# assumed about it. tests/rooms/plan/test_preflight.py computes the medians again, and judges each run by those of the
+# others.
 TRAINING_SHARE = 0.04649  # of the peak, exchange and launches included; by 6 runs and 5 shares of models with experts
 
 HARDWARE = {

@@ -1,7 +1,7 @@
 """Operations with one meaning on all devices: by torch on a CPU or GPU, by torch_npu on an NPU.
 
 The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on a stand-in for the kernels of
-torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/test_npu_schema.py).
+torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/machines/test_npu.py).
 
 With tensors without data, torch_npu accepts shapes and types that a device refuses. So the rules of the device are
 checked here, before each call. The checks read shapes and types only, so they do not wait for the device. The source of

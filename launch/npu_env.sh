@@ -1,6 +1,6 @@
 # The environment variables of a run on Ascend NPUs. The run_*npu*.sh scripts source this file; existing values are kept.
 # Not run on an NPU yet. The exports and their reasons are those of the table in facts/variables.py, which also names their
-# sources; tests/test_environment.py compares the two.
+# sources; tests/rules/test_scripts.py compares the two.
 
 if [ -z "${ASCEND_HOME_PATH:-}" ]; then   # set +u: CANN's own scripts read variables that are not set
     set +u

@@ -2,7 +2,7 @@
 
 The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert ranks are
 neighbours, then expert_data. A rollout replica consists of rollout.tensor neighbours.
-tests/test_memory.py compares the groups with those that Megatron makes.
+tests/rooms/plan/test_estimates.py compares the groups with those that Megatron makes.
 """
 
 import glob

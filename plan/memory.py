@@ -1,10 +1,11 @@
 """Bytes on one rank in each phase of a step, from a config.json and a layout alone. Nothing here imports torch.
 
 The number of parameters is exact. The activations are the tensors that autograd keeps in model/megatron_model.py and
-lora_megatron.py. tests/test_memory.py compares both with a tiny model, and preflight.py --dry-run compares every phase
-with the trainer's own code at the real size. A micro-batch is counted with rows of short prompts: of all packed rows
-with the same number of tokens, these have the most completion tokens, and need the most memory. All ranks hold the same
-amount, except that the routing decides how many rows the experts of a rank get.
+lora_megatron.py. tests/rooms/plan/test_estimates.py compares both with a tiny model, and preflight.py --dry-run
+compares every phase with the trainer's own code at the real size. A micro-batch is counted with rows of short prompts:
+of all packed rows with the same number of tokens, these have the most completion tokens, and need the most memory. All
+ranks hold the same amount, except that the routing decides how many rows the experts of a rank get.
+
 h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that a rank's experts get, e bytes of
 an element.
 """

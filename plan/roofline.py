@@ -2,8 +2,8 @@
 
 This is an estimate, never a measurement. It compares layouts and finds the bottleneck. Every assumption is a field of
 Hardware (facts/devices.py) and is printed with the plan. The phases are what is expected; Times.step gives the range in
-which a step lies. Nothing here has been run on a 910C. tests/test_roofline.py compares the formulas with an independent
-calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
+which a step lies. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares the formulas with an
+independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
 import dataclasses

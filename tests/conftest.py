@@ -22,7 +22,7 @@ NO_VLLM = pytest.mark.skip(reason="vllm is not installed; needed: requirements/c
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ci", action="store_true", help="also the tests of each push: more layouts, real packages")
     parser.addoption("--all", action="store_true", help="also the nightly tests: all layouts, options and faults")
-    parser.addoption("--device", metavar="NAME", help="run tests/on_device there: cpu, cuda, npu, or auto")
+    parser.addoption("--device", metavar="NAME", help="run tests/machines/on_device there: cpu, cuda, npu, or auto")
     parser.addoption("--ranks", type=int, help="with --device cpu: the layouts of so many ranks; default: 1 and 2")
     parser.addoption("--plant", metavar="NAME", help="plant a fault of tests/support/planted.py: tests should fail")
 

@@ -3,7 +3,7 @@
     python tests/support/npu_schema.py '{"name": ["configs/qwen3.yaml", ["parallel.tensor=4"], 16]}'
 
 For each training (configuration, overrides, ranks): the operators at the sizes of a rank, forward and backward, in
-bf16, on an NPU and on the CPU. cann_stub.py makes the environment of the process; tests/test_npu_schema.py judges the
+bf16, on an NPU and on the CPU. cann_stub.py makes the environment of the process; tests/machines/test_npu.py judges the
 answers.
 """
 

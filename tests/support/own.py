@@ -1,4 +1,4 @@
-"""Functions of a user's, for tests/test_functions.py and tests/test_resume.py."""
+"""Functions of a user's, for tests/rooms/tasks/test_scoring.py and tests/runs/test_resume.py."""
 
 import random
 import re

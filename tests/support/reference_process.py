@@ -1,4 +1,4 @@
-"""Makes what the tests of tests/on_device compare with: models, and what every layout must compute from them.
+"""Makes what the tests of tests/machines/on_device compare with: models, and what every layout must compute from them.
 
 It is made in a process of its own, because ranks are forked from a process in which autograd has not run, and because
 under MindSpeed's patches transformers computes other gradients.

@@ -1,0 +1,543 @@
+"""What preflight.py tries under torchrun: groups, operators, two layers, and the tests of a device."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launched
+import operators
+import planted
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import world
+from gpu_attention import FORMS, as_on_a_gpu
+from launched import launch
+from planting import Plant, after
+from pytest import MonkeyPatch
+from scipy import stats
+from source import ROOT
+from tiers import asked, nightly
+from torch import Tensor
+
+import parallel_setup
+from checks import groups, kernels_check, layers_check, sampling_check
+from checks.kernels_check import Case
+from checks.launched import Answer
+from facts.exits import InputError
+from hardware import kernels
+from hardware.device import DTYPES
+from inputs import hf_config
+from inputs.config import load_config, to_yaml
+from knobs import Config, ParallelConfig
+from model import batches
+from parallel_setup import Parallel
+
+# --------------------------------------------------------------------------------------------------------------- groups
+
+
+def check_layout(tensor: int, expert: int) -> tuple[list, str, bool]:
+    return check(parallel_setup.open_layout(ParallelConfig(tensor=tensor, expert=expert), torch.device("cpu")))
+
+
+def check(parallel: Parallel) -> tuple[list, str, bool]:
+    results = groups.measure(parallel)
+    rows = groups.summary(results)
+    return results, groups.as_text(rows), all(row["answer"] == "right" for row in rows)
+
+
+def check_with_a_fault(parallel: Parallel, collective: str, place: int) -> tuple[str, bool]:
+    """One element is wrong on one rank, in every answer of one collective over a group of two ranks."""
+    real = getattr(dist, collective)
+
+    def faulty(out, *args, group, **kwargs):
+        real(out, *args, group=group, **kwargs)
+        if parallel.rank == place and dist.get_world_size(group) == 2:
+            out.view(-1)[3] += 1
+
+    setattr(dist, collective, faulty)
+    return check(parallel)[1:]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            (8, 2, 4),
+            {
+                "tensor": {(0, 1), (2, 3), (4, 5), (6, 7)},
+                "expert": {(0, 1, 2, 3), (4, 5, 6, 7)},
+                "data": {(0, 2, 4, 6), (1, 3, 5, 7)},
+                "expert_data": {(0, 4), (1, 5), (2, 6), (3, 7)},
+            },
+        ),
+        (
+            (4, 2, 4),
+            {"tensor": {(0, 1), (2, 3)}, "expert": {(0, 1, 2, 3)}, "data": {(0, 2), (1, 3)}},
+        ),
+    ],
+)
+def test_the_groups_that_carry_traffic_are_checked_and_no_other(sizes, expected):
+    """Computed by hand: tensor ranks are neighbours, then come expert ranks; all other ranks hold copies."""
+    ranks, *layout = sizes
+    for results, table, right in world.run(ranks, check_layout, *layout):
+        assert right and "WRONG" not in table
+        assert all(0 < result.milliseconds < 60e3 for result in results)
+        found: dict[str, set] = {}
+        for result in results:
+            found.setdefault(result.group, set()).add(tuple(result.ranks))
+        assert found == expected | {"world": {tuple(range(ranks))}}
+
+
+@pytest.mark.parametrize(
+    ("collective", "shown"),
+    [("all_reduce", "all-reduce"), ("all_gather_into_tensor", "all-gather"), ("all_to_all_single", "all-to-all")],
+)
+def test_a_wrong_answer_is_named_with_its_group_and_ranks(collective, shown):
+    """In TP2 x DP2, rank 2 shares a tensor group with rank 3 and a data group with rank 0."""
+    for table, right in world.in_layouts(["TP2_EP2_DP2"], check_with_a_fault, collective, 2)["TP2_EP2_DP2"]:
+        assert not right
+        wrong = [line for line in table.splitlines() if "WRONG" in line]
+        assert all(shown in line for line in wrong)
+        assert any(re.match(r"tensor .*WRONG in ranks \[2, 3\]: element 3 is", line) for line in wrong)
+        assert any(re.match(r"data .*WRONG in ranks \[0, 2\]: element 3 is", line) for line in wrong)
+
+
+def test_the_exit_code_says_whether_all_were_right(monkeypatch):
+    world._import_megatron()
+    for right, code in ((True, 0), (False, 1)):
+        monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: Answer(right, "", []))
+        assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
+
+
+@pytest.mark.nightly
+def test_both_sides_of_rollout_ranks_and_what_goes_between_them_are_checked(tmp_path):
+    """Two trainers and one sampler, as processes; each side answers for itself."""
+    asked = ("configs/tiny_cpu.yaml", "rollout.ranks=1", "rollout.staleness=1", "loss.importance=token")
+    with launch(3, "preflight.py", "--groups", *asked, "--json", tmp_path / "f.json", log=tmp_path / "log") as started:
+        assert started.wait() == 0, started.text
+    rows = [json.loads((tmp_path / name).read_text()) for name in ("f.json", "samplers-f.json")]
+    between = [("to samplers", "right"), ("to trainers", "right")]
+    assert [[(row["group"], row["answer"]) for row in side][-2:] for side in rows] == [between, between]
+    assert {row["group"] for row in rows[0]} > {"expert", "world"} and rows[1][0]["group"] == "world"
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+# checks/kernels_check.py names a slightly wrong operator with its dtype and pass.
+#
+# Sound ones pass in tests/machines/on_device/test_operators.py.
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CPU = torch.device("cpu")
+SMALL = ["optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 rows of 88 tokens
+
+
+def small_cases(quantisation: str = "none") -> list[Case]:
+    cfg = load_config(CONFIGS / "tiny_cpu.yaml", [*SMALL, f"model.quantisation={quantisation}"])
+    return operators.cases(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], 2, seed=0)
+
+
+def table() -> dict[tuple[str, str], list[str]]:
+    """(operator, dtype) -> which passes are wrong."""
+    results = [result for case in small_cases() for result in kernels_check.check_operator(case, CPU, 0)]
+    return {(row["operator"], row["dtype"]): row["wrong"] for row in kernels_check.summary(results)}
+
+
+def test_every_operator_of_kernels_is_checked() -> None:
+    functions = inspect.getmembers(kernels, inspect.isfunction)
+    public = {name for name, f in functions if not name.startswith("_") and f.__module__ == kernels.__name__}
+    checked = {case.name.split()[0] for case in [*small_cases(), *small_cases("int4")]}
+    assert public - {"attention_mask", "sequences"} - {"on_gpu", "takes_sequences"} == checked  # arguments; questions
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpu_takes_the_attention_of_sequences(form: str, monkeypatch) -> None:
+    """The operator of a GPU, with its formula in place of the kernel, against the formula with a mask."""
+    as_on_a_gpu(monkeypatch, form)
+    taken = after(kernels, "sequence_attention", lambda out, *_: calls.append(out.shape) or out)
+    calls: list[torch.Size] = []
+    taken(monkeypatch)
+    assert not any(table()[operator, "fp32"] for operator in ("sequence_attention", "masked_attention", "take"))
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "roundings", "terms", "expected"),
+    [  # half an epsilon is 2^-8 in bf16 and 2^-24 in fp32; INSIDE adds 8 roundings in fp32
+        (torch.bfloat16, 2, 64, 2 * 2**-8 + (8 + 8) * 2**-24),
+        (torch.float32, 3, 1, (3 + 1 + 8) * 2**-24),
+    ],
+)
+def test_tolerance_follows_from_epsilon_and_the_length_of_the_sum(dtype, roundings, terms, expected) -> None:
+    assert math.isclose(kernels_check.tolerance(dtype, roundings, terms), expected, rel_tol=1e-12)
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplies the answer by ``forward`` and the gradient by ``backward``."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x * forward
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.factor, None, None
+
+
+def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backward: float) -> Callable[..., Tensor]:
+    """``real``, but in ``dtype`` its answer is multiplied by ``forward`` and its gradients by ``backward``."""
+
+    def faulty(x: Tensor, *args, **kwargs) -> Tensor:
+        out = real(x, *args, **kwargs)
+        return _Scaled.apply(out, forward, backward) if x.dtype == dtype else out
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "rms_norm",
+        "causal_attention",
+        "masked_attention",
+        "swiglu",
+        "weighted_swiglu",
+        "rotary",
+        "grouped_mm",
+        "quantised_grouped_mm",
+        "dispatch_rows",
+        "combine_rows",
+        "take",
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "which", "forward", "backward"),
+    [
+        ("bf16", "forward", 1.03, 1.0),
+        ("bf16", "backward", 1.0, 0.97),
+        ("fp32", "forward", 1 + 2e-5, 1.0),
+        ("fp32", "backward", 1.0, -1.0),
+    ],
+)
+def test_an_operator_that_is_off_is_named_with_its_dtype_and_pass(
+    operator, dtype, which, forward, backward, monkeypatch
+) -> None:
+    real = getattr(kernels, operator)
+    monkeypatch.setattr(kernels, operator, off(real, kernels_check.devices.DTYPES[dtype], forward, backward))
+    every = small_cases("int4" if operator == "quantised_grouped_mm" else "none")
+    mine = [case for case in every if case.name.startswith(operator)]
+    rows = kernels_check.summary([result for case in mine for result in kernels_check.check_operator(case, CPU, 3)])
+    assert {(row["dtype"], *row["wrong"]) for row in rows} == {(dtype, which), ("bf16" if dtype == "fp32" else "fp32",)}
+    text = kernels_check.as_text(rows)
+    assert f"WRONG: {which}, on rank 3" in text and text.count("WRONG") == len(mine)
+
+
+def test_one_wrong_row_or_number_is_enough(monkeypatch) -> None:
+    (case,) = [case for case in small_cases() if case.name == "grouped_mm (fc2)"]
+    real = kernels.grouped_mm
+    for spoil in (lambda row: row.mul(1.02), lambda row: row.masked_fill(torch.arange(len(row)) == 5, math.nan)):
+
+        def faulty(*args, spoil=spoil) -> Tensor:
+            out = real(*args)
+            return torch.cat([out[:17], spoil(out[17])[None], out[18:]])
+
+        monkeypatch.setattr(kernels, "grouped_mm", faulty)
+        assert all("forward" in result["wrong"] for result in kernels_check.check_operator(case, CPU, 0))
+
+
+def test_an_operator_that_refuses_its_input_is_named_and_the_others_are_still_checked(monkeypatch) -> None:
+    def refuse(*args, **kwargs) -> Tensor:
+        raise RuntimeError("npu_rotary_mul: unsupported\nmore")
+
+    monkeypatch.setattr(kernels, "rotary", refuse)
+    rows = kernels_check.summary([r for case in small_cases() for r in kernels_check.check_operator(case, CPU, 1)])
+    errors = {row["operator"]: row["error"] for row in rows if row["wrong"]}
+    assert errors == {"rotary": "npu_rotary_mul: unsupported"} and len(rows) == 30
+    assert "WRONG: forward and backward, on rank 1 (npu_rotary_mul: unsupported)" in kernels_check.as_text(rows)
+
+
+def test_gradients_that_a_frozen_weight_does_not_need_are_not_asked_for() -> None:
+    trained = {case.name: case.trained for case in small_cases()}
+    assert trained["grouped_mm (fc1)"] == ("x",) and trained["grouped_mm (LoRA A)"] == ("x", "weight")
+
+
+# ----------------------------------------------------------------------------------------------------------- two layers
+# layers_check.py: a sound trainer and sampler agree, and an update that does not reach the sampler is named.
+#
+# The tests have two ranks in bf16 and a tiny model without a warm start. One lost expert was also found at the sizes of
+# Qwen3-30B-A3B; that was tried by hand.
+
+SIZES = {
+    "tiny_model__architecture": "qwen2_moe",
+    "tiny_model__vocab_size": 320,
+    "tiny_model__hidden_size": 32,
+    "tiny_model__num_layers": 3,
+    "tiny_model__num_heads": 4,
+    "tiny_model__num_kv_heads": 2,
+    "tiny_model__head_dim": 8,
+    "tiny_model__num_experts": 16,
+    "tiny_model__experts_per_token": 4,
+    "tiny_model__expert_width": 32,
+    "train__seed": 1,
+    "tiny_model__warm_start_steps": 0,
+    "rollout__max_new_tokens": 16,
+}
+
+
+def checked(folder: Path, fault: Plant, dtype: str = "bf16") -> tuple[list[int], dict, str]:
+    """The exit codes of two ranks with EP2, the figures, and the printed text."""
+    cfg = training.in_layout(
+        training.config(folder / "none", folder, model__dtype=dtype, rollout__sync="merged", **SIZES), "EP2"
+    )
+    (folder / "run.yaml").write_text(to_yaml(cfg))
+    given = [str(folder / "run.yaml"), "--folder", str(folder / "two"), "--json", str(folder / "found.json")]
+    world._import_megatron()
+
+    def run() -> int:
+        fault(MonkeyPatch())
+        return layers_check.main(given)
+
+    codes = world.as_torchrun(2, run, log=folder / "log")
+    text = (folder / "log").read_text()
+    assert (folder / "found.json").exists(), text
+    assert not (folder / "two").exists()
+    return codes, json.loads((folder / "found.json").read_text()), text
+
+
+def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> None:
+    codes, found, text = checked(tmp_path, planted.nothing)
+    assert codes == [0, 0] and not found["wrong"] and "WRONG" not in text, text
+    assert found["layers"] == 2  # the model has three
+    assert found["experts"] == found["experts_judged"] == 2 * 16
+    assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
+    assert found["tokens"] > 3000 and len(found["gap_by_replica"]) == 2
+    assert "first tokens that the same seeds give again: 1, 1; at least 0.9 expected" in text
+    assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 3
+
+
+def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
+    """In fp32 the trainer has a copy of its own, so its log-probs show it."""
+    codes, found, _ = checked(tmp_path, planted.FAULTS["one expert is pushed without its update"], "fp32")
+    assert codes == [1, 1]
+    worst = found["experts_most_apart"][0]
+    assert (worst["layer"], worst["expert"]) == (1, 13)
+    assert "stand out by their median, first: 13 of layer 1 (" in found["wrong"]
+
+
+def test_a_wrong_merge_in_memory_that_trainer_and_sampler_share_is_named(tmp_path) -> None:
+    codes, found, _ = checked(tmp_path, planted.FAULTS["experts have a quarter of their update"])
+    assert codes == [1, 1] and not found["gap_mean"] > found["bound"]
+    assert "share are not W + (alpha / R) B A" in found["wrong"] and "stand out" not in found["wrong"]
+
+
+def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
+    codes, found, _ = checked(tmp_path, planted.FAULTS["rank 1 is never pushed to"], "fp32")
+    assert codes == [1, 1] and "(samplers 1 of 2, " in found["wrong"]
+    assert "nats a token, at most 0.001 expected" in found["wrong"]
+    assert "layer 0 is the first whose output differs" in found["wrong"]
+
+
+# ------------------------------------------------------------------------------------------------ how tokens are drawn
+
+
+FOLLOWS = "p of a chi-square of each sampler's first tokens: "
+REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
+FAULTS = dict(
+    asked(
+        [  # name, (ranks, words of the message); one without words is not planted
+            ("none", (1, "")),
+            ("none on two ranks", (2, "")),
+            ("temperature x 1.3 on rank 1", (2, FOLLOWS)),
+            ("top-k 3", (1, FOLLOWS)),
+            ("one random stream for both replicas", (2, REPEAT)),
+            ("one sample for the whole group", (1, REPEAT)),
+            ("seeds are ignored", (1, AGAIN)),
+            nightly("temperature x 1.3", (1, FOLLOWS)),
+            nightly("one random stream for all prompts", (1, REPEAT)),
+            nightly("each sample twice", (1, REPEAT)),
+        ]
+    )
+)
+
+
+def write_model(cfg: Config, folder: Path) -> None:
+    config = layers_check.settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    layers_check.write_model(folder, config, DTYPES[cfg.model.dtype], cfg.train.seed)
+
+
+def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
+    """What the checked says about each fault for so many ranks."""
+    cfg = training.config(path, path, **SIZES)
+    said = {}
+    for name, (ranks, words) in FAULTS.items():
+        if ranks == parallel.world_size:
+            with MonkeyPatch.context() as patch:
+                if words:
+                    planted.FAULTS[name](patch)
+                said[name] = layers_check.compare(cfg, hf_config.read(path), parallel)["wrong"]
+    return said
+
+
+@pytest.mark.nightly
+def test_a_sampler_that_does_not_draw_by_its_log_probs_is_named(tmp_path) -> None:
+    path = tmp_path / "layers"
+    write_model(training.config(path, path, **SIZES), path)
+    by_layout = world.in_layouts(["TP1", "EP2"], each_fault, path)
+    assert len({tuple(one.items()) for one in by_layout["EP2"]}) == 1, "all ranks say the same"
+    for name, said in (by_layout["TP1"][0] | by_layout["EP2"][0]).items():
+        _, words = FAULTS[name]
+        assert words in said and bool(said) == bool(words), (name, said)
+        assert "nats" not in said, "the log-probs of these samplers are right"
+        if "on rank 1" in name:
+            sound, faulty = re.search(rf"{FOLLOWS}([^,]*), ([^,]*); at least", said).groups()
+            assert float(sound) > 1e-6 > float(faulty)
+
+
+def batch(tokens: list[list[int]], logp: torch.Tensor, prompts: list[list[int]]) -> batches.Rollout:
+    """One completion for each list of tokens, in groups of equal size; ``logp`` (S, N)."""
+    groups = torch.zeros(len(prompts), len(tokens) // len(prompts))
+    return batches.Rollout(
+        prompts,
+        torch.tensor(tokens),
+        logp,
+        [len(row) for row in tokens],
+        torch.zeros(len(tokens)),
+        groups,
+        groups,
+        groups,
+    )
+
+
+def test_the_p_values_are_those_of_a_chi_square_test() -> None:
+    """32 tokens of equal probability: the classes are 0 and 1, 2 and 3, and so on."""
+    counts = torch.randint(20, 120, (32,), generator=torch.Generator().manual_seed(0))
+    counts = torch.stack([counts, counts.roll(1)])  # of two replicas, with other pairs
+    tokens = [[token] for row in counts for token, n in enumerate(row.tolist()) for _ in range(n)]
+    uniform = torch.full((1, 32), -math.log(32), dtype=torch.float64)
+    drawn = batch(tokens, torch.full((len(tokens), 1), -math.log(32)), [[1], [1]])
+    found = sampling_check.chi_square(drawn, uniform, 2)
+    # Nothing is known of the last class, so it counts as a degree of freedom.
+    expected = [stats.chi2.sf(stats.chisquare(row.view(16, 2).sum(1)).statistic, 16) for row in counts]
+    assert found == pytest.approx(expected, rel=1e-3) and min(expected) < 1e-6
+
+
+def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer = torch.randn(4, 320, generator=generator).double().log_softmax(1)
+    sampler = (trainer + 0.5 * torch.randn(4, 320, generator=generator)).log_softmax(1)
+    tokens = sampler.exp().multinomial(4096, replacement=True, generator=generator)  # (P, G)
+    p_value = {}
+    for name, logp in (("its own", sampler), ("the trainer's", trainer)):
+        drawn = batch(tokens.view(-1, 1).tolist(), logp.gather(1, tokens).view(-1, 1).float(), [[1]] * 4)
+        (p_value[name],) = sampling_check.chi_square(drawn, trainer, 1)
+    assert p_value["its own"] > 1e-3 and p_value["the trainer's"] < 1e-9, p_value
+
+
+# ------------------------------------------------------------------------------------------------ its inputs
+
+
+def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
+    found = {
+        "bound": 0.1,
+        "gap_by_replica": [0.0],
+        "gap_by_rank": [0.0],
+        "gap_mean": 0.0,
+        "gap_without_adapters": 0.0,
+        "experts_wrong": 0.0,
+    }
+    found["sampling"] = []
+    assert "would not show" in layers_check.judged(found, [])
+    assert layers_check.judged(found | {"gap_without_adapters": 3.0}, []) == ""
+    assert "differ by nan" in layers_check.judged(found | {"gap_mean": float("nan")}, [])
+
+
+def test_a_folder_of_the_users_is_left_alone(tmp_path) -> None:
+    cfg = load_config(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="already there and not an empty directory"):
+        write_model(cfg, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+# ------------------------------------------------------------------------------------------------ the tests of a device
+
+TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
+PLANTED = {  # fault: a test that must fail
+    "": "",
+    "advantages of the wrong sign": "test_update.py::test_steps_are_those_of_the_unsharded_model",
+    "gradients divided by the number of ranks": "test_lora.py::test_gradients_and_their_norm",
+    "expert gradients doubled": "test_lora.py::test_gradients_and_their_norm",
+}
+
+
+def self_test(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "preflight.py", "--self-test", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [fault if fault == "expert gradients doubled" else nightly(fault) for fault in PLANTED]
+)
+def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: str, tmp_path, monkeypatch) -> None:
+    """The process of the reference has the folders of PYTHONPATH, where packages may lie."""
+    log = launched.noting_starts(tmp_path, monkeypatch)
+    done = self_test(TINY, "--ranks", "2", PYTEST_ADDOPTS=f"--plant '{fault}'" if fault else "")
+    assert done.returncode == (1 if fault else 0), done.stdout[-3000:] + done.stderr[-3000:]
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED tests/machines/on_device/")]
+    assert all("[TP1" not in line for line in failed)  # only two ranks
+    assert bool(failed) == bool(fault) and (not fault or any(PLANTED[fault] in line for line in failed)), failed
+    assert (" failed" in done.stdout.splitlines()[-1]) == bool(fault) and " passed" in done.stdout.splitlines()[-1]
+    assert "reference_process" in log.read_text()
+
+
+STAND_IN = {"PYTEST_PLUGINS": "with_fake_npu", "PYTHONPATH": str(ROOT / "tests" / "support")}
+
+
+@pytest.mark.ci
+def test_the_operators_of_the_stand_in_npu_equal_their_formulas() -> None:
+    done = self_test(TINY, "device=npu", **STAND_IN, PYTEST_ADDOPTS="-k 2-none")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("1 passed"), done
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*PLANTED, "rank 1 opens no layout"])
+def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path: Path, monkeypatch) -> None:
+    """A rank that raises ends the others, with its error. Only the layout that has most kinds of parallelism is run."""
+    chosen = "-k 'TP2_EP2 or 2-none'" + (f" --plant '{fault}'" if fault else "")
+    for name, value in (STAND_IN | {"PYTEST_ADDOPTS": chosen}).items():
+        monkeypatch.setenv(name, value)
+    with launched.launch(2, "preflight.py", "--self-test", TINY, "device=npu", log=tmp_path / "log") as launch:
+        code = launch.wait(300)
+    assert code == (1 if fault else 0), launch.text[-3000:]
+    if fault in PLANTED:
+        assert PLANTED[fault] in launch.text and " passed" in launch.text
+    else:
+        assert "RuntimeError: planted: rank 1 opens no layout" in launch.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([TINY, "--ranks", "3"], "error: found 3 ranks; needed: one of [1, 2, 4, 8, 16]"),
+        ([TINY, "device=npu"], "error: device: npu: torch_npu is not installed; needed: requirements/npu.txt"),
+        (["none.yaml"], "error: none.yaml: "),
+    ],
+)
+def test_what_cannot_be_tested_here_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+    done = self_test(*arguments)
+    assert done.returncode == 2, done
+    assert said in done.stderr.splitlines()[-1], done.stderr

@@ -1,0 +1,318 @@
+"""Each planted fault of the benchmark does what it says, and a fault without a place to go is an error.
+
+rooms/model/test_routing_replay.py has the faults of the sampler in whole runs.
+"""
+
+import json
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import adapted
+import agents
+import pytest
+import reference
+import torch
+import training
+import world
+from planting import instead
+from sampled import FREE, Model, assert_alike
+from torch import Tensor
+from vllm_ranks import PROMPTS, SEEDS
+
+from checks import planted_fault
+from checks.planted_fault import named_faults
+from engines import torch_sampler
+from engines.torch_sampler import TorchSampler
+from facts.exits import InputError
+from lab import curves, records
+from parallel_setup import Parallel
+from weights import huggingface
+from weights.policy import Policy
+
+LAYOUTS = ["TP1", "TP2_EP2"]
+ROUNDED = tuple(f"{letter}_proj.weight" for letter in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+def right_and_wrong(name: str) -> tuple[Callable, Callable]:
+    """The function of the method, and what the fault puts in its place."""
+    ((place, fault),) = named_faults(name)
+    right = pkgutil.resolve_name(place)
+    return right, fault(right)
+
+
+# ------------------------------------------------------------------------------------------------ faults of the method
+
+
+def test_inverted_weights_are_the_reciprocals() -> None:
+    old, sampled = torch.tensor([[0.2, 0.3]]).log(), torch.tensor([[0.1, 0.6]]).log()
+    given = old, sampled, torch.ones(1, 2), "token", 1e3
+    ratios = [rollout_weights(*given)[0].tolist() for rollout_weights in right_and_wrong("inverted_weights")]
+    assert ratios == [pytest.approx([2.0, 0.5]), pytest.approx([0.5, 2.0])]
+
+
+def test_a_reversed_clip_stops_what_should_pass_and_passes_what_should_be_stopped() -> None:
+    """Ratios 1.5, limit 1.2. PPO has the losses 1.5 for A = -1, and -1.2 for A = 1, where a limit has no gradient."""
+    found = []
+    for policy_loss in right_and_wrong("reversed_clip"):
+        logp = torch.tensor([[0.5], [0.5]]).log().requires_grad_()
+        old = logp.detach() - torch.tensor(1.5).log()
+        loss, measured = policy_loss(logp, old, torch.tensor([-1.0, 1.0]), torch.ones(2, 1), num_tokens=1)
+        loss.backward()
+        assert measured["policy_loss"] == loss and measured["clip_frac"] == 1
+        found.append([loss.item(), *logp.grad.flatten().tolist()])
+    assert found == [pytest.approx([1.5 - 1.2, 1.5, 0.0]), pytest.approx([1.2 - 1.5, 0.0, -1.5])]
+
+
+def test_foreign_routes_are_those_of_the_token_before() -> None:
+    routes, found = torch.arange(2 * 3).view(2, 3, 1, 1), []  # 2 rows of 3 tokens
+    for replaying in right_and_wrong("foreign_routes"):
+        replay = SimpleNamespace(
+            uses=[], parallel=SimpleNamespace(tensor=1, tensor_rank=0)
+        )  # of a model without layers
+        with replaying(replay, routes, torch.ones(2, 3)):
+            found.append(replay.routes.view(3, 2).t().tolist())  # time-major
+    assert found == [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]]
+
+
+# ------------------------------------------------------------------------------------------------ faults of the sampler
+
+
+def test_rounded_weights_by_hand() -> None:
+    """3 bits have -3 to 3. The scales are 3 / 3 = 1 and 0.6 / 3 = 0.2, then 0 (a group of zeros) and 9 / 3 = 3."""
+    rounded = planted_fault.rounded_weights
+    weight = torch.tensor([[3.0, -1.4, 0.6, 0.29], [0.0, 0.0, 4.6, -9.0]])
+    expected = torch.tensor([[3.0, -1.0, 0.6, 0.2], [0.0, 0.0, 6.0, -9.0]])
+    torch.testing.assert_close(rounded(weight, 3, 2), expected)
+    # One scale of 1 for the first three inputs; the last one has its own, which keeps it.
+    torch.testing.assert_close(rounded(weight[:1], 3, 3), torch.tensor([[3.0, -1.0, 1.0, 0.29]]))
+    # 4 bits: the scale is 7 / 7 = 1. 8 bits: 127 / 127 = 1.
+    assert rounded(torch.tensor([[7.0, 2.4, -6.6]]), 4).tolist() == [[7.0, 2.0, -7.0]]
+    assert rounded(torch.tensor([[127.0, 2.4, -99.6]]), 8).tolist() == [[127.0, 2.0, -100.0]]
+    assert rounded(weight.bfloat16(), 3, 2).dtype == torch.bfloat16
+
+
+def test_weights_that_are_rounded_down_are_never_larger() -> None:
+    """With 3 bits the largest weight of a group is 3 scales, so the scales of the two groups are 1 and 2."""
+    weight = torch.tensor([[3.0, 1.4, 1.6, -0.2, -6.0, 3.2]])
+    assert planted_fault.rounded_weights(weight, 3, 4).tolist() == [[3.0, 1.0, 2.0, 0.0, -6.0, 4.0]]
+    assert planted_fault.rounded_weights(weight, 3, 4, down=True).tolist() == [[3.0, 1.0, 1.0, -1.0, -6.0, 2.0]]
+
+
+def held(engine: TorchSampler) -> dict[str, Tensor]:
+    """A copy of every tensor in the engine."""
+    return {name: slot.clone() for name, slot in engine.decoder.slots.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def loaded(arch, stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a new engine that got only this stream."""
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+    engine.load_weights(stream)
+    return held(engine)
+
+
+def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
+    """Two updates, each pushed with 4 bits and then clean: which properties hold. LoRA is on the attention alone."""
+    cfg = training.config(path, path, lora__targets=("linear_qkv", "linear_proj"))
+    model, arch = adapted.load(path, parallel)
+    policy = Policy(cfg, arch, parallel, model)
+    engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+    _, rounding_push = right_and_wrong("rounded=4")
+    push = rounding_push(adapted.placed(cfg, parallel), policy, engine)
+    trained = {id(factor) for factor in policy.factors.values()}
+    base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
+    before, found = [tensor.clone() for tensor in base], []
+    for step in range(2):
+        adapted.move(policy.adapters, arch, parallel, step)
+        clean = loaded(arch, huggingface.export(model, arch, parallel))
+        exported = huggingface.export(model, arch, parallel)
+        rounded = ((name, planted_fault.rounded_weights(x, 4) if name.endswith(ROUNDED) else x) for name, x in exported)
+        expected = loaded(arch, rounded)
+        first, pushed = push(step, [5, 6, 7, 8]), held(engine)
+        again, twice = push(step, [5, 6, 7, 8]), held(engine)
+        push.clean()
+        found.append(
+            {
+                "the matrices are rounded, and nothing else": same(pushed, expected) and not same(pushed, clean),
+                "no drift": same(pushed, twice) and first == again,
+                "clean again": same(held(engine), clean),
+                "the metrics are those of the clean push": abs(first["sync/update_share"] - 1) < 1e-4,
+                "the trainer has not moved": len(base) > 20 and all(map(torch.equal, base, before)),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+def test_a_rounded_push_changes_the_matrices_of_the_sampler_and_a_clean_one_restores_them(kind, tmp_path) -> None:
+    path = reference.save(kind, tmp_path)
+    for layout, answers in world.in_layouts(LAYOUTS, pushes, path).items():
+        for steps in answers:
+            assert all(all(step.values()) for step in steps), (layout, steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"aqn__schedule": "constant"}, "aqn.schedule: constant; needed with a fault that rounds weights: off"),
+        ({"rollout__sync": "adapter"}, "rollout.sync: adapter; needed with a fault that rounds weights: merged"),
+    ],
+)
+def test_what_does_not_go_with_rounded_weights_is_refused(changes, message: str, tmp_path: Path) -> None:
+    _, rounding_push = right_and_wrong("rounded=3")
+    with pytest.raises(InputError, match=message):
+        rounding_push(training.config(tmp_path, tmp_path, **changes), None, None)
+
+
+@pytest.fixture
+def model(sampled_models) -> Model:
+    return sampled_models("qwen3")
+
+
+def sampler(model: Model, stop_tokens: set[int] = frozenset()) -> TorchSampler:
+    engine = TorchSampler(model.arch, stop_tokens=set(stop_tokens), pad_token=0)
+    engine.load_weights(model.tensors.items())
+    return engine
+
+
+def disturbed(fault: str) -> Callable:
+    """(engine, prompts, settings) -> completions, as the rollout with this fault samples them."""
+    ((place, wrong),) = named_faults(fault)
+    assert place == "rollout.sample"
+    return wrong(lambda engine, *rest, **named: engine.sample(*rest, **named))
+
+
+def test_a_flipped_route_has_the_next_best_expert_in_place_of_the_last(model: Model) -> None:
+    """Of the first sampled tokens the first layer reads what it reads in the model; prompts keep their routes."""
+    prompts, settings = [[3, token] for token in range(40)], dict(num_samples=4, max_new_tokens=2, temperature=1.0)
+    settings |= dict(seeds=[*range(40)], return_routed_experts=True)
+    engine = sampler(model)
+    clean = engine.sample(prompts, **settings)
+    answers = disturbed("flips")(engine, prompts, **settings)
+    for prompt, group in zip(prompts, answers, strict=True):
+        texts = torch.tensor([prompt + one.tokens[:1] for one in group])
+        router = model.hf(texts, output_router_logits=True).router_logits[0].view(*texts.shape, -1)
+        for one, best in zip(group, router.topk(5).indices, strict=True):
+            assert {*one.routed_experts[1, 0]} == {*best[1, :4].tolist()}
+            assert {*one.routed_experts[2, 0]} == {*best[2, [0, 1, 2, 4]].tolist()}
+    assert_alike(engine.sample(prompts, **settings), clean)  # evaluations are not disturbed
+
+
+def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model: Model, monkeypatch) -> None:
+    """Differences of two logits: the variance of their noise is twice sigma squared."""
+    seen = []
+    pick = torch_sampler.pick
+
+    def spy(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        seen.append(logits)
+        return pick(logits, uniform, temperature)
+
+    monkeypatch.setattr(torch_sampler, "pick", spy)
+    engine, settings = sampler(model), dict(seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0)
+    clean = engine.sample([PROMPTS[0]], **settings)
+    answers = disturbed("noise=0.5")(engine, [PROMPTS[0]], **settings)
+    assert_alike(engine.sample([PROMPTS[0]], **settings), clean)  # evaluations are not disturbed
+    noisy = seen[1].double().log_softmax(-1)
+    for one, logp in zip(answers[0], noisy, strict=True):
+        assert logp[one.tokens[0]].item() == pytest.approx(one.logp[0], abs=1e-6)
+    apart = (seen[1] - seen[0]).double().diff(dim=1)
+    assert apart.mean(0).abs().max() < 5 * (0.5 / 300) ** 0.5
+    assert apart[:, ::2].var().item() == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("fault", ["flips", "noise=0.5"])
+def test_what_a_disturbed_sampler_draws_does_not_depend_on_waves(model: Model, fault: str) -> None:
+    engine, settings = sampler(model, set(range(0, 128, 16))), FREE | dict(num_samples=4, max_new_tokens=40)
+    expected = disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings)
+    for engine.max_sequences in (3, 4):  # 3 splits a prompt's group
+        assert_alike(disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings), expected)
+
+
+@pytest.mark.parametrize("fault", ["flips", "noise=0.5"])
+def test_an_engine_that_cannot_be_disturbed_is_refused(fault: str) -> None:
+    with pytest.raises(InputError, match="rollout.engine: found SimpleNamespace; needed for the fault .*: torch"):
+        disturbed(fault)(SimpleNamespace(sample=None), PROMPTS)
+
+
+# ------------------------------------------------------------------------------------------------ planting
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "found 'nothing'; needed: one of inverted_weights, "),
+        ("rounded=3+nothing", "found 'nothing'; needed: one of inverted_weights, "),
+        ("", "found ''; needed: one of inverted_weights, "),
+        ("flips=1", "found 'flips=1'; needed: flips, which takes no value"),
+        ("rounded", "found 'rounded'; needed: rounded=VALUE, a value like 3|4|8"),
+        ("rounded=5", "found 'rounded=5'; needed: rounded=VALUE, a value like 3|4|8"),
+        ("noise=-1", "found 'noise=-1'; needed: noise=VALUE, a value like "),
+    ],
+)
+def test_an_unknown_fault_is_refused_in_one_line(text: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert planted_fault.main([text, "configs/bench.yaml"]) == 2
+    assert f"error: fault: {message}" in capsys.readouterr().err
+
+
+def test_a_fault_without_a_place_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("model.routing_replay.RoutingReplay.replaying")
+    assert planted_fault.main(["foreign_routes", "configs/bench.yaml"]) == 2
+    assert "error: model.routing_replay.RoutingReplay.replaying: not there (" in capsys.readouterr().err
+
+
+def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:
+    """Two steps of configs/bench.yaml on a model that has hardly learned.  -> command, metrics, evaluations"""
+    given = [
+        "configs/bench.yaml",
+        "name=x",
+        f"model.path={folder / 'model'}",
+        "tiny_model.warm_start_steps=20",
+        "rollout.prompts_per_step=4",
+        "rollout.max_new_tokens=24",
+        "replay.mode=r3",
+        "optim.prompts_per_update=4",
+        "optim.warmup_steps=0",
+        "optim.lr=0.05",
+        "loss.entropy_coef=0.1",
+        "train.steps=2",
+        "lora.targets=[linear_fc1,linear_fc2]",
+        "eval.num_questions=64",
+        "eval.every=1",
+        "checks.off=[logp_gap, adapters]",
+        f"train.out_dir={folder / script[-1]}",
+    ]
+    log, no_curves = folder / f"{script[-1]}.log", instead(curves, "draw_curves", lambda *_: None)
+    code, text = agents.start(1, *script, *given, log=log, plant=no_curves, light=False).end()
+    assert code == 0, text
+    (run,) = (folder / script[-1]).glob("x-*")
+    command, metrics, evals = ((run / name).read_text() for name in ("command.txt", "metrics.jsonl", "eval.jsonl"))
+    return command, metrics, [json.loads(line) | {"step": 0} for line in evals.splitlines()]
+
+
+@pytest.mark.nightly
+def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_path: Path) -> None:
+    """LoRA is on the experts only, so without them all evaluations are those of the base model.
+
+    Experts whose weights are rounded are pushed by name, and others as stacks, so both are tried.
+    """
+    script = "checks/planted_fault.py"
+    command, metrics, right = train(tmp_path, script, "rounded=3")
+    for fault in ("lost_experts", "rounded=3+lost_experts"):
+        _, _, lost = train(tmp_path, script, fault)
+        assert right[0] == lost[0] == lost[1] == lost[2] and right[0] != right[1]
+    assert command.startswith(
+        "torchrun --nnodes=1 --nproc_per_node=1 checks/planted_fault.py rounded=3 configs/bench.yaml name=x "
+    )
+    assert records.planted_fault(command) == "rounded=3"
+    for fault in ("rounded=3+altered_evaluation", "altered_evaluation+rounded=3"):
+        command, same_metrics, altered = train(tmp_path, script, fault)
+        assert metrics == same_metrics  # the rounded policy is evaluated, and nothing else changes
+        assert right[0] == altered[0] and right[1:] != altered[1:]
+        assert records.planted_fault(command) == fault

@@ -1,0 +1,298 @@
+"""Bad input through the command that the user types: one clear line on stderr and exit code 2.
+
+Each row of the table makes one change to a run that works; the first tests show that it works. `--check` refuses
+everything that it can see. The other rows (run=True) are refused in a world of one process. Some rows also run as a
+process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import world
+from breaking import (
+    HELD_OUT,
+    QUESTIONS,
+    Break,
+    Place,
+    cut,
+    each_adapter,
+    each_moment,
+    each_state,
+    exit_code,
+    file,
+    flip_a_bit,
+    model,
+    option,
+    other_factors,
+    questions,
+    resumed,
+    text,
+    tiny,
+    typed,
+    variables,
+    write_config,
+)
+from pytest import CaptureFixture, MonkeyPatch
+from tiers import ci
+
+import data_gsm8k
+from plan import doctor
+from runlog import run_record
+from weights import tiny_model
+
+pytestmark = [  # warnings of torch and Megatron about GPUs and each other; the command silences them
+    pytest.mark.filterwarnings(r"ignore:::megatron\."),
+    pytest.mark.filterwarnings(r"ignore:::torch\."),
+]
+ROOT = Path(__file__).resolve().parents[3]
+NEW = typed("model.path=FOLDER/new", "tiny_model.seed=0")  # a tiny model that is to be made
+OWN = '{"question": "30 + 1?", "answer": 31}\n{"question": "3 * 3?", "answer": "9"}\n'  # of data.source file
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def row(name: str, expected: str, *changes: str | Break, run: bool = False):
+    """``expected``: parts of the message in their order, joined by " ... "; ``changes``: arguments typed, or Breaks."""
+    return pytest.param(expected, changes, run, id=name.replace(" ", "-"))
+
+
+# fmt: off
+CONFIG = [
+    row("unknown key", "rollout.groupsize: unknown key; did you mean group_size?", text("group_size", "groupsize")),
+    row("no file", "run.yaml: cannot be read (No such file", lambda place: place.config.unlink()),
+]
+ENVIRONMENT = [
+    row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
+    row("rank beyond", "environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
+    row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
+        variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
+        run=True),
+    row("interface", "torch.distributed: the ranks did not find each other: ... nope",
+        variables(GLOO_SOCKET_IFNAME="nope"), run=True),
+]
+LAYOUT = [
+    row("key heads", "tensor: 4 does not divide 2 key/value heads; nearest: 2", "parallel.tensor=4", "--ranks=4"),
+    row("vocabulary", "parallel.tensor: 2 does not divide 319 tokens of the vocabulary; nearest: 1",
+        option(vocab_size=319), "parallel.tensor=2", "--ranks=2"),
+    row("ranks of a run", "--ranks: found 2; needed: ... --check: torchrun starts the ranks", "--ranks=2", run=True),
+    row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
+        "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
+]
+MODEL = [
+    row("no model", "model.path: no config.json in Qwen/Qwen3; needed: a Hugging Face model directory",
+        "tiny_model=null", "model.path=Qwen/Qwen3"),
+    row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
+    row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
+    row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
+    row("tiny path of another", "model exists and has no readable tiny_model.json, ... needed: another path",
+        tiny(file("tiny_model.json", None))),
+    row("no such model", "override model.path: there is no HuggingFaceTB/SmolLM2-135M; needed: the folder of a model",
+        "model.path=HuggingFaceTB/SmolLM2-135M", run=True),
+]
+DATA = [
+    row("no held-out file", "test.jsonl: cannot be read (No such file", questions(test=None), run=True),
+    row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
+    row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
+        questions(ending="csv")),
+    row("held-out and trained on, for a reader", "data: 1 held-out questions of data.test_path are training questions",
+        questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", "\u200bWHAT \u00a0 \uff49s") + "\n")),
+    row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
+        "reward.method math or a reward.function",
+        questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
+        "optim.prompts_per_update=1"),
+    row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits",
+        questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
+    row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
+    # Everything else is checked before a tiny model is made, because that takes minutes.
+    row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), NEW),
+    row("no model, bad reward", "reward.method: base_acc", "reward.method=base_acc", NEW),
+    row("no model, bad layout", "parallel.expert: 3 does not divide 4 experts",
+        "parallel.expert=3", "--ranks=3", NEW),
+]
+RESUME = [
+    row("resume nothing", "train.resume: a/b holds no usable checkpoint; needed: auto, never,", "train.resume=a/b"),
+    row("changed key, run", "step-000002: changed since: optim.lr: 1e-05 -> 0.1; needed: the old values",
+        resumed(lambda r: None), "optim.lr=0.1", run=True),
+    row("checkpoints corrupted", "run holds no usable checkpoint", each_adapter(flip_a_bit), run=True),
+    row("adapter of another", "is on one side only", each_adapter(other_factors(lambda t: t.popitem())), run=True),
+    row("adapter sizes", "checkpoint: model.layers.0. ... has shape [ ... the model needs [",
+        each_adapter(other_factors(lambda t: t.update({max(t): torch.ones(3, 5)}))), run=True),
+    row("a text as step", "state.json: step: found '2'; needed: what a run saves",
+        each_state(lambda state: state.update(step="2")), run=True),
+    row("other optimizer steps", "step-000002/state.json: found step 2, optimizer_steps 7; needed: at most train.steps "
+        "2 steps of 2 // 2 optimizer steps, 2 in all", each_state(lambda s: s["state"].update(optimizer_steps=7))),
+    row("an unknown tensor", "checkpoint: optimizer: more.exp: unknown; needed: exp_avg and exp_avg_sq alone",
+        each_moment(lambda t: t.update({"more.exp": torch.ones(1)})), run=True),
+    row("a negative square", "exp_avg_sq holds a number that is not finite, or a negative square",
+        each_moment(lambda t: [v.fill_(-1) for k, v in t.items() if k.endswith("sq")]), run=True),
+    row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
+        resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
+    row("live process", "run: a live process writes this run; end it, or", resumed(run_record.lock_run), run=True),
+    row("metrics cut", "metrics.jsonl: 1 whole lines up to step 2; needed", resumed(cut("metrics.jsonl")), run=True),
+    row("out_dir a file", "train.out_dir: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml")),
+    row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
+        resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),
+]
+# fmt: on
+# What readers find is in their own tests. Here are refusals that only a whole command meets, and that the command makes
+# one line of what a reader finds.
+TABLE = [
+    one if place < 2 else pytest.param(*one.values, id=one.id, marks=pytest.mark.ci)
+    for part in (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME)
+    for place, one in enumerate(part)
+]
+PROCESSES = [param for param in TABLE if param.id in ("resume-nothing", "unknown-key")]
+
+
+# ------------------------------------------------------------------------------------------------ the tests
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, its model and its finished run."""
+    world._import_megatron()
+    folder = tmp_path_factory.mktemp("good")
+    write_config(folder / "run.yaml", folder / "model", folder / "out")
+    assert exit_code([str(folder / "run.yaml")]) == 0
+    (made,) = (folder / "out").iterdir()
+    made.rename(folder / "run")
+    data_gsm8k.load_tokenizer(folder / "model")  # otherwise the process of every row would import the package again
+    return folder
+
+
+@pytest.fixture
+def place(good: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Place]:
+    place = Place(tmp_path, good, monkeypatch)
+    write_config(place.config, good / "model", tmp_path / "out")
+    yield place
+    for opened in place.held:
+        if hasattr(opened, "close"):
+            opened.close()
+
+
+def command(place: Place, changes: tuple[str | Break, ...], run: bool) -> list[str]:
+    """The arguments after `python train_grpo.py`, after all changes were made."""
+    for change in changes:
+        (typed(change) if isinstance(change, str) else change)(place)
+    return [str(place.config), *place.arguments, *([] if run else ["--check"])]
+
+
+def assert_one_line(stderr: str, expected: str) -> None:
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    assert len(stderr) < 500 and "Traceback" not in stderr, stderr
+    rest = stderr
+    for part in expected.split(" ... "):
+        assert part in rest, f"{part!r} is not in {rest!r} of {stderr!r}"
+        rest = rest.partition(part)[2]
+
+
+@pytest.mark.parametrize("run", [True, False], ids=["run", "check"])
+@pytest.mark.parametrize(
+    "broken", [NEW, resumed(lambda r: None), ci(typed()), ci(model(lambda m: None)), ci(questions())]
+)
+def test_an_unbroken_run_prints_nothing_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
+    assert exit_code(command(place, (broken,), run)) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["a tiny model that is not there", "file", "resumed"])
+def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do(
+    kind: str, place: Place, capfd: CaptureFixture
+) -> None:
+    """The prompt is that of the chat template, with its special tokens. Nothing is left behind."""
+    change = {"a tiny model that is not there": NEW, "file": questions(), "resumed": resumed(lambda r: None)}[kind]
+    arguments = command(place, (change,), run=False)
+    before = sorted(place.folder.rglob("*"))
+    assert exit_code(arguments) == 0 and sorted(place.folder.rglob("*")) == before
+    said = capfd.readouterr().out
+    assert "layout: 1 ranks = tensor 1 x data 1 = expert 1 x expert_data 1" in said
+    assert ("a start makes a tiny model: architecture=" in said) == (change is NEW)
+    step = {"resumed": 2}.get(kind, 0)
+    prompt, answer = re.search(
+        rf"the first prompt of step {step + 1}, as the model sees it .*?:\n(.*)\na right answer, .*:\n(.*)\na start ",
+        said,
+        re.S,
+    ).groups()
+    assert re.fullmatch(r"    <\|im_start\|>user\n    \S.*<\|im_end\|>\n    <\|im_start\|>assistant\n", prompt, re.S)
+    result = re.fullmatch(r"    #### (\d+)", answer.splitlines()[-1])[1]
+    assert set(re.findall(r"\d+", answer)) <= {*re.findall(r"\d+", prompt), result}
+    run = place.folder / "run"
+    start = (
+        f"continues {run} after step 2 of 2" if kind == "resumed" else f"begins a new run in {place.folder / 'out'}/"
+    )
+    assert said.splitlines()[-1].startswith(f"a start {start}") and said.endswith("; the input is usable\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "ranks"),
+    [
+        ("qwen3", "qwen3_moe", 16),
+        ci("qwen15_moe", "qwen2_moe", 16),
+        ci("olmoe", "olmoe", 8),
+        ci("math", "qwen3_moe", 16),
+    ],
+)
+def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
+    name: str, architecture: str, ranks: int, tmp_path: Path, capfd: CaptureFixture
+) -> None:
+    """The configurations of NPUs, with a small model in place of theirs. A start is refused."""
+    sizes = {"vocab_size": 320} | ({} if architecture == "qwen3_moe" else {"head_dim": 4})
+    model_dir = training.make_model(tmp_path / "model", architecture, **sizes)
+    settings = json.loads((model_dir / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (model_dir / "config.json").write_text(json.dumps(settings))
+    for part, first in (("train", 0), ("test", 200)):
+        rows = [{"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(first, first + 200)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = [f"data.{part}_path={tmp_path}/{part}.jsonl" for part in ("train", "test")]
+    values += ["data.source=gsm8k", "eval.sets={}", f"model.path={model_dir}", f"train.out_dir={tmp_path}/out"]
+    arguments = [f"{ROOT}/configs/{name}.yaml", *values]
+    away = "device: npu: torch_npu is not installed; needed: requirements/npu.txt"
+    assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 0
+    line, start = capfd.readouterr().out.splitlines()[-2:]
+    assert line == f"not judged: the device and the engine on it ({away})"
+    assert start.startswith("a start begins a new run") and start.endswith("the input is usable")
+    assert exit_code(arguments) == 2 and f"error: {away}\n" in capfd.readouterr().err
+    arguments.append("model.path=absent")
+    assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 2
+    assert "error: model.path: no config.json in absent; needed: a Hugging Face" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
+def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Place, capfd: CaptureFixture) -> None:
+    assert exit_code(command(place, changes, run)) == 2
+    assert_one_line(capfd.readouterr().err, expected)
+
+
+@pytest.mark.parametrize(("expected", "changes", "run"), PROCESSES)
+def test_the_process_ends_with_that_line_and_code(expected, changes, run, place: Place) -> None:
+    typed_line = [sys.executable, "train_grpo.py", *command(place, changes, run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(typed_line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert_one_line(done.stderr, expected)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("module, name", [(doctor, "quick"), (tiny_model, "write_random_model")])
+def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd: CaptureFixture) -> None:
+    place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
+    changes = (NEW, "train.stall_seconds=2")
+    assert exit_code(command(place, changes, run=True)) == 4
+    assert "rank 0: stood still for" in capfd.readouterr().err
+
+
+def test_check_leaves_nothing_behind(place: Place) -> None:
+    assert exit_code(command(place, (NEW,), run=False)) == 0
+    assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]

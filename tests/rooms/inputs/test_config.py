@@ -1,0 +1,790 @@
+"""Configurations, the rules that they keep, and config.json of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import published
+import pytest
+import yaml
+from refused import refusal
+
+import grpo
+import reward_gsm8k
+from facts.architectures import Architecture, tensor_shapes
+from facts.exits import InputError
+from inputs import config, hf_config
+from inputs.config import load_config, resolve_config
+from inputs.rules import refuse_first, trainer_problems
+from knobs import Config, LossConfig, RewardConfig
+
+# --------------------------------------------------------------------------------------------------------------- config
+# The configuration from outside: how a file and overrides are read, what is refused and in which words, and the run's
+# own record of it (what loads back, what a resumed run may change). Idle keys and layouts: rooms/inputs/test_config.py.
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text) -> path of a file with MINIMAL's three sections and this text."""
+
+    def write_file(text: str, base: str = MINIMAL) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(base + text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+# ----------------------------------------------------------------------------------------------------- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("rollout.groupsize", "unknown key; did you mean group_size?"),
+        ("rolout.group_size", "rolout: unknown key; did you mean rollout?"),
+        ("rollout.lr", "unknown key; did you mean optim.lr?"),
+        ("reward.zzz", "unknown key; known keys: method, function"),
+    ],
+)
+def test_an_unknown_override_names_what_may_have_been_meant(key, hint):
+    message = refusal(TINY, f"{key}=4")
+    assert hint in message and key.split(".")[0] in message
+
+
+def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_it_is_for(write):
+    path = write("rollout: {groupsize: 4}\n")
+    assert refusal(path) == f"{path}: rollout.groupsize: unknown key; did you mean group_size?"
+    assert "unknown key" in refusal(write("optim: {1: 2}\n"))
+    assert "train.steps: missing; needed: a step is one rollout" in refusal(write("", "model: {path: m}\ntrain: {}\n"))
+    assert "model: missing" in refusal(write("", "train: {steps: 1}\n"))
+
+
+# ------------------------------------------------------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=3.0", "train.steps: expected a whole number, found 3.0"),
+        ("train.steps=true", "train.steps: expected a whole number, found true"),
+        ("train.steps=null", "train.steps: expected a whole number, found nothing"),
+        ("optim.lr=nan", "optim.lr: expected a number, found 'nan'"),
+        ("optim.lr=1e999", "optim.lr: expected a finite number, found inf"),
+        ("model.recompute=yes", "model.recompute: expected true or false, found 'yes'"),
+        ("model.path=", "model.path: expected text, found ''"),
+        ("lora.targets=linear_qkv", "lora.targets: expected a list: [a, b], found 'linear_qkv'"),
+        ("lora.targets=[linear_qkvv]", "lora.targets[0]: expected 'linear_qkv', 'linear_proj'"),
+        ("train.profile_steps=[0]", "train.profile_steps[0]: expected 1 or more, found 0"),
+        ("train.trackers=[tensorbord]", "train.trackers[0]: expected 'tensorboard', 'wandb' or 'swanlab'"),
+        ("lora.targets=[]", "lora.targets: expected at least 1 members, found []"),
+        ("optim.betas=[0.9]", "optim.betas[1]: missing"),
+        ("optim.betas=[0.9, 1]", "optim.betas[1]: expected less than 1.0, found 1"),
+        ("loss.kl=k4", "loss.kl: expected 'none', 'k1', 'k2'"),
+        ("rollout.group_size=1", "rollout.group_size: expected 2 or more, found 1"),
+        ("rollout.temperature=0", "rollout.temperature: expected more than 0.0, found 0"),
+        ("tiny_model.head_dim=15", "tiny_model.head_dim: expected a multiple of 2, found 15"),
+        ("optim=3", "optim: this is a section; expected optim.key=value"),
+        ("train.steps", "override 'train.steps': expected section.key=value"),
+        ("data.instruction=End with #### 5", "YAML would drop what follows ' #' as a comment"),
+        ("a\udcff.b=1", "expected section.key=value"),
+        (f"name={'n' * 300}", "name: expected text of at most 150 characters"),
+        ("reward.function=own.py", "reward.function: expected FILE.py:NAME, found 'own.py'"),
+        ("eval.sets=a.jsonl", "eval.sets: expected {NAME: VALUE, ...}, found 'a.jsonl'"),
+        ("data.source=gsm8k", "data.train_path: missing; data.source gsm8k needs"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line_with_what_is_needed(override, expected):
+    assert expected in refusal(TINY, override)
+
+
+def test_a_whole_number_is_fine_where_a_real_one_is_meant_and_exponents_need_no_dot(write):
+    path = write("optim: {lr: 1e-6, max_grad_norm: 1E-8, weight_decay: 0, betas: [0, .9]}\nlora: {alpha: +16.}\n")
+    cfg = load_config(path, ["loss.clip_high=3e-1"])
+    assert (cfg.optim.lr, cfg.optim.max_grad_norm, cfg.optim.betas, cfg.lora.alpha) == (1e-6, 1e-8, (0.0, 0.9), 16.0)
+    assert cfg.loss.clip_high == 0.3 and type(cfg.optim.weight_decay) is float
+
+
+@pytest.mark.parametrize("word", ["no", "2024-01-01", "1:30", "0x10"])
+def test_text_that_yaml_1_1_would_convert_stays_text(write, word):
+    base = MINIMAL.replace("data: {source: arithmetic}\n", "")
+    assert load_config(write(f"data: {{source: arithmetic, instruction: {word}}}\n", base)).data.instruction == word
+    assert load_config(TINY, [f"data.instruction={word}"]).data.instruction == word
+
+
+def test_lists_and_empty_text_can_be_overridden():
+    overrides = ["lora.targets=[linear_qkv,linear_fc1, router]", "data.instruction=", "optim.betas=[0, 0]"]
+    cfg = load_config(TINY, overrides)
+    assert cfg.lora.targets == ("linear_qkv", "linear_fc1", "router")
+    assert cfg.data.instruction == "" and cfg.optim.betas == (0.0, 0.0)
+    assert load_config(TINY, ["data.instruction='End with #### 5'"]).data.instruction == "End with #### 5"
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "expected a mapping of sections, found nothing"),
+        (b"train:\n  steps: 1\n  steps: 2\n", "line 3: not valid YAML: key 'steps' given twice"),
+        (b"a: !!python/object:os.system {}\n", "line 1: not valid YAML"),
+        (b"a: *nowhere\n", "line 1: not valid YAML: found undefined alias"),
+        (b"a: \xff\xfe\n", "not UTF-8 text at byte 3"),
+        (b"[" * 5000, "not valid YAML: maximum recursion"),
+        (b"eval:\n", "eval: expected a mapping of keys, found nothing"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path, content, expected):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    message = refusal(path)
+    assert message.startswith(str(path)) and expected in message
+
+
+# --------------------------------------------------------------------------------------------------- the run's record
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
+    cfg = load_config(path, ["loss.kl=none", "name='1e-6'", "data.instruction='a: \"b\"\n# c'"])
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(config.to_yaml(cfg))
+    assert load_config(resolved) == cfg
+    assert yaml.safe_load(resolved.read_text())["data"]["instruction"] == cfg.data.instruction
+    sections = list(config.to_dict(cfg))
+    assert sections == [name for name in Config.model_fields if name in sections]
+
+
+SINGLE = {
+    "data.source",
+    "data.operations_low",
+    "rollout.staleness",
+    "rollout.ranks",
+}  # nothing else is accepted beside the rest
+
+
+def other_values(cfg: Config) -> dict[str, object]:
+    """Another acceptable value for each key that the run reads."""
+    choices = {
+        "device": "auto",
+        "model.dtype": "bf16",
+        "model.path": ".",  # a folder that does not exist would be a model to make
+        "model.quantisation": "int4",
+        "tiny_model.architecture": "qwen2_moe",
+        "data.overlong_prompts": "drop",
+        "data.chat_template_kwargs": "{enable_thinking: false}",
+        "eval.sets": "{other: [a.jsonl, b.json]}",
+        "rollout.engine": "vllm",
+        "rollout.sync": "adapter",
+        "reward.method": "openai",
+        "lora.targets": "[linear_fc1]",
+        "loss.advantage": "none",
+        "loss.kind": "gspo",
+        "loss.aggregate": "dr-grpo",
+        "loss.kl": "k1",
+        "loss.importance": "token",
+        "optim.betas": "[0.8, 0.95]",
+        "optim.decay": "linear",
+        "optim.prompts_per_update": 16,
+        "data.max_prompt_tokens": 65,
+        "tiny_model.num_heads": 8,
+        "tiny_model.num_kv_heads": 1,
+        "tiny_model.head_dim": 32,
+        "rollout.prompts_per_step": 64,
+        "tiny_model.teacher_right": 0.1,
+        "tiny_model.teacher_wrong_operation": 0.1,
+        "aqn.schedule": "constant",
+        "replay.mode": "r3",
+        "checks.warn": "[logp_gap]",
+        "checks.off": "[entropy]",
+        "train.changed_inputs": "accept",
+        "train.trackers": "[wandb]",
+        "train.profile_steps": "[3, 4]",
+    }
+
+    def changed(value: object) -> object:
+        if isinstance(value, bool):
+            return str(not value).lower()
+        return value + "x" if isinstance(value, str) else value * 2 or 1
+
+    flat = config.flatten(config.to_dict(cfg))
+    return {key: choices[key] if key in choices else changed(old) for key, old in flat.items() if key not in SINGLE}
+
+
+def test_the_hash_ignores_what_a_resumed_run_may_change_and_sees_every_other_key():
+    cfg = load_config(TINY)
+    values = other_values(cfg)
+    assert len(values) > 70
+    for key, value in values.items():
+        new = load_config(TINY, [f"{key}={value}"])
+        assert new != cfg, key
+        changed = config.changed_keys(config.to_dict(cfg), config.to_dict(new))
+        same_hash = config.config_hash(new) == config.config_hash(cfg)
+        assert same_hash == (changed == []) == (key in config.MAY_CHANGE), key
+        if changed:
+            assert any(line.startswith(f"{key}: ") and " -> " in line for line in changed)
+    assert config.config_hash(load_config(TINY, ["optim.lr=0.001", "lora.alpha=32.0"])) == config.config_hash(cfg)
+    assert {"train.steps", "optim.lr", "train.seed", "rollout.engine"} & config.MAY_CHANGE == set()
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_prints_the_resolved_configuration_and_its_notes():
+    command = [
+        sys.executable,
+        str(ROOT / "preflight.py"),
+        str(TINY),
+        "--values",
+        "loss.kl=none",
+        "checks.off=[entropy]",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and done.stderr == "note: loss.kl_coef: not read, loss.kl is none\n"
+    assert yaml.safe_load(done.stdout)["loss"]["kl"] == "none"
+    assert re.search(r"  'off': \[entropy\] +# command line\n", done.stdout)  # to YAML 1.1 the bare word is a boolean
+
+
+@pytest.mark.parametrize(
+    ("overrides", "apart", "merged"),
+    [
+        (["model.dtype=fp32", "rollout.sync=adapter"], True, False),
+        (["model.dtype=bf16"], True, False),
+        (["model.dtype=bf16", "rollout.sync=merged"], False, True),
+        (["model.dtype=bf16", "aqn.schedule=constant"], True, False),
+        (["model.dtype=bf16", "rollout.engine=vllm"], False, True),
+    ],
+)
+def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
+    overrides: list[str], apart: bool, merged: bool
+) -> None:
+    """Factors apart by default where bf16 would round them away and the engine can; else merged on both sides."""
+    cfg = load_config("configs/tiny_cpu.yaml", overrides)
+    assert (cfg.keeps_factors_apart, cfg.trains_merged) == (apart, merged)
+
+
+def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
+    """A choice that only one of them knows would end a run with a traceback, or could never be chosen."""
+    choices = {
+        (RewardConfig, "method"): (*reward_gsm8k.METHODS, "math"),  # tasks/scoring.py
+        (LossConfig, "advantage"): grpo.NORMS,
+        (LossConfig, "kind"): grpo.PER_TOKEN,
+        (LossConfig, "aggregate"): grpo.AGGREGATES,
+        (LossConfig, "kl"): ("none", *grpo.KL_KINDS),
+        (LossConfig, "importance"): grpo.WEIGHT_MODES,
+    }
+    for (section, key), known in choices.items():
+        taken = section.model_fields[key].annotation
+        names = get_args(taken) if get_origin(taken) is Literal else get_args(get_args(taken)[0])  # or a function
+        assert set(names) == set(known), key
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+# What a well-typed configuration may still get wrong: idle keys, contradictions, layouts; and the files we ship.
+#
+# Refusals of layouts use the real sizes of Qwen3-30B-A3B and Qwen1.5-MoE-A2.7B. No weights, no torch, no processes.
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+MINIMAL = "model: {path: m}\ndata: {source: arithmetic}\ntrain: {steps: 100}\n"
+QWEN3_30B_A3B = hf_config.parse(published.QWEN3_30B_A3B)
+QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
+
+
+# ------------------------------------------------------------------------------------------------ the files we ship
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_file_loads(path):
+    load_config(path)
+
+
+def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
+    assert refusal(TINY, "parallel.pipeline=2") == (
+        "override parallel.pipeline: not a key since version 0.2.0, always 1; needed: leave it out"
+    )
+    assert refusal(TINY, "rollout.round_bits=3") == (
+        "override rollout.round_bits: not a key since version 0.2.0, always 0 (the benchmark plants it: "
+        "checks/planted_fault.py); needed: leave it out"
+    )
+    assert refusal(TINY, "train.tensorboard=true") == (
+        "override train.tensorboard: not a key since version 0.2.0; needed: train.trackers: [tensorboard] for true, or "
+        "leave it out for false"
+    )
+    assert refusal(TINY, "checks.truncated=warn") == (
+        "override checks.truncated: not a key since version 0.2.0; needed: truncated in the list checks.warn or "
+        "checks.off, or in neither: then it stops the run"
+    )
+    cfg = load_config(TINY)
+    older = config.to_dict(cfg)
+    older["train"]["tensorboard"] = True
+    checks, older["checks"] = older["checks"], {"logp_gap": "warn", "noise": "stop", "surprise": "off"}
+    new = load_config(TINY, ["train.trackers=[wandb]", "train.profile_steps=[2]"])
+    assert config.changes_at_resume(older, config.to_dict(new)) == ([], [])
+    assert config.hash_of(older) == config.config_hash(new)
+    del older["train"]["tensorboard"]
+    older["checks"] = checks
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert config.load_recorded(tmp_path / "config.yaml") == cfg
+    older["tiny_model"] |= {"words_per_batch": 32}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    with pytest.raises(InputError, match="tiny_model.words_per_batch: not a key since version 0.2.0"):
+        config.load_recorded(tmp_path / "config.yaml")
+    assert config.changed_keys(older, config.to_dict(cfg), set()) == ["tiny_model.words_per_batch: 32 -> nothing"]
+    del older["tiny_model"]["words_per_batch"], older["loss"]["aggregate"]  # a key that the older version did not have
+    assert config.changed_keys(older, config.to_dict(cfg), set()) == []
+    assert config.changed_keys(older, config.to_dict(load_config(TINY, ["loss.aggregate=dr-grpo"])), set()) == [
+        "loss.aggregate: 'token-mean' -> 'dr-grpo'"
+    ]
+
+
+def test_a_name_that_no_check_has_is_refused_with_the_nearest_one():
+    message = "checks.warn, checks.off: {!r} is no check; nearest: {}"
+    assert refusal(TINY, "checks.warn=[truncatd, entropy]") == message.format("truncatd", "truncated")
+    assert refusal(TINY, "checks.off=[all]").startswith(message.format("all", ""))
+    assert load_config(TINY, ["checks.off=[truncated]"]).checks.stops("truncated") is False
+
+
+# -------------------------------------------------------------------------------------------- keys that are not read
+
+
+RANDOM_WEIGHTS = "tiny_model: {architecture: qwen3_moe, warm_start_steps: 0, %s}"
+IDLE_CASES = [
+    # (selectors, key, value, reason)
+    ("loss: {kl: none, %s}", "kl_coef", "1e-3", "loss.kl is none"),
+    ("loss: {%s}", "importance_clip", "2", "loss.importance is none"),
+    ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
+    ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
+    ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
+    (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
+    ("train: {steps: 100, checkpoint_every: 0, %s}", "keep_last", "2", "train.checkpoint_every is 0"),
+    ("data: {source: arithmetic, %s}", "train_path", "a.jsonl", "data.source is arithmetic"),
+    ("data: {source: file, train_path: [a, c], test_path: b, %s}", "num_test", "8", "data.source is a file"),
+    (
+        "data: {source: gsm8k, train_path: a, test_path: b, %s}",
+        "columns",
+        "{question: problem, answer: answer}",
+        "data.source is not file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "value", "reason"), IDLE_CASES, ids=[case[1] for case in IDLE_CASES])
+def test_a_key_that_the_run_would_not_read_is_refused_wherever_it_is_given(tmp_path, text, key, value, reason):
+    section = text.split(":")[0]
+    base = "".join(line for line in MINIMAL.splitlines(keepends=True) if not line.startswith(section))
+    path = tmp_path / "run.yaml"
+    path.write_text(base + text % f"{key}: {value}" + "\n")
+    message = refusal(path)
+    assert message.startswith(f"{path}: {section}.{key}: not read, ") and reason in message
+    path.write_text(base + text.replace(", %s", "").replace("%s", "") + "\n")
+    load_config(path)
+    assert reason in refusal(path, f"{section}.{key}={value}")
+
+
+def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_default():
+    cfg, notes = resolve_config(TINY, ["loss.kl=none", "lora.targets=[linear_qkv]"])
+    assert notes == [
+        "lora.expert_rank: not read, lora.targets has neither linear_fc1 nor linear_fc2",
+        "loss.kl_coef: not read, loss.kl is none",
+    ]
+    assert "kl_coef" not in config.to_dict(cfg)["loss"]
+    cfg, notes = resolve_config(
+        TINY, ["train.steps=30", "train.steps=40", "optim.min_lr_ratio=0.2", "optim.decay=cosine"]
+    )
+    assert (cfg.train.steps, cfg.optim.min_lr_ratio) == (40, 0.2)
+    assert notes == ["train.steps: given twice on the command line, the last one counts"]
+    # The warm start reads the operands.
+    _, notes = resolve_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"])
+    assert [note.split(":")[0] for note in notes] == ["data.num_test", "data.num_train"]
+    cfg, notes = resolve_config(
+        TINY, [*("data.source=gsm8k", "data.train_path=a", "data.test_path=b"), "data.num_train=99"]
+    )
+    assert cfg.data.num_train == 99 and [note.split(":")[0] for note in notes] == ["data.num_test"]
+    assert "loss.kl_coef: not read" in refusal(TINY, "loss.kl=none", "loss.kl_coef=0.1")
+    cfg, notes = resolve_config(TINY, ["loss.kl_coef:=0.1", "loss.kl=none", "train.steps:=30", "train.steps=40"])
+    assert (cfg.train.steps, notes) == (40, ["loss.kl_coef: not read, loss.kl is none"])
+    assert load_config(TINY, ["loss.kl_coef:=0.1"]).loss.kl_coef == 0.1
+
+
+def test_a_dotted_key_reaches_a_member_of_an_option_and_leaves_its_others():
+    cfg = load_config(
+        TINY,
+        [
+            "data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwargs.budget=3",
+            "reward.overlong.buffer=4",
+            "reward.overlong.penalty=0.5",
+            "eval.sets.math-500=b.jsonl",
+            "data.source=file",
+            "data.train_path=a",
+            "data.test_path=b",
+            "data.columns.question=problem",
+        ],
+    )
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False, "budget": 3}
+    assert (cfg.reward.overlong.buffer, cfg.reward.overlong.penalty) == (4, 0.5)
+    assert cfg.data.columns == {"question": "problem", "answer": "answer"} and list(cfg.eval.sets) == ["math-500"]
+    assert "override data.columns: not read" in refusal(TINY, "data.columns.question=problem")
+    assert "reward.overlong.bufer: unknown key; did you mean buffer?" in refusal(TINY, "reward.overlong.bufer=4")
+    for unknown in ("data.nothing.x=1", "data.source.x=1", "nothing.x.y=1"):
+        assert "unknown key" in refusal(TINY, unknown)
+
+
+def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
+    assert load_config(TINY, ["tiny_model=null"]).tiny_model is None
+    assert "tiny_model.architecture: missing" in refusal(ROOT / "configs" / "qwen3.yaml", "tiny_model.seed=1")
+
+
+# ---------------------------------------------------------------------------------------- values that contradict
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["optim.prompts_per_update=12"], "12 does not divide rollout.prompts_per_step 32; nearest: 8, 16"),
+        (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
+        (["loss.importance=icepop", "loss.importance_low=2"], "loss.importance_low: 2.0 is not below"),
+        (["loss.kl_coef=0"], "use loss.kl: none"),
+        (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
+        (
+            ["data.source=file", "data.train_path=a"],
+            "data.test_path: missing; data.source file needs a .jsonl, .json or",
+        ),
+        (
+            ["data.source=file", "data.columns={question: a}"],
+            "data.columns: found {'question': 'a'}; needed: {question:",
+        ),
+        (["data.train_path=[a, 5]"], "data.train_path: expected a path or a list of paths, found ['a', 5]"),
+        (["eval.sets={math: []}"], "eval.sets.math: expected a path or a list of paths, found []"),
+        (["eval.sets={a/b: c.jsonl, math: ''}"], "eval.sets: found a/b: 'c.jsonl', math: ''; needed: names of letters"),
+        (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
+        (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),
+        (  # 4096 x (2 x 131072 + 3 x 4 x 100 x 200 of experts + 4 x 4 x 100 x 100 of attention)
+            [
+                "tiny_model.hidden_size=4096",
+                "tiny_model.vocab_size=131072",
+                "tiny_model.num_layers=4",
+                "tiny_model.num_experts=100",
+                "tiny_model.expert_width=200",
+                "tiny_model.num_heads=100",
+                "tiny_model.num_kv_heads=100",
+                "tiny_model.head_dim=100",
+            ],
+            "tiny_model: about 2.7e+09 parameters; needed: at most 1e+09",
+        ),
+        (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
+        (["data.num_train=16", "loss.kl_coef=0"], "exceeds data.num_train 16; loss.kl_coef"),
+        (
+            ["train.profile_steps=[1, 120, 121]"],
+            "train.profile_steps: found [121]; needed: 1 to train.steps, which is 120",
+        ),
+        (["train.trackers=[wandb, wandb]"], "train.trackers: found [wandb, wandb]; needed: each one once"),
+        (["aqn.schedule=qerl", "aqn.num_stages=1"], "aqn.num_stages: 1 over 120 steps has no noisy stage"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrides, expected):
+    assert expected in refusal(TINY, *overrides)
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "layout", "expected"),
+    [
+        (QWEN3_30B_A3B, 16, {"tensor": 3}, "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 6, {"tensor": 4}, "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
+        (QWEN3_30B_A3B, 12, {"expert": 3}, "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 12, {"expert": 8}, "parallel.expert: 8 does not divide 12 ranks; nearest: 4"),
+        (QWEN15_MOE, 16, {"expert": 16}, "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
+        (
+            dataclasses.replace(QWEN15_MOE, shared_expert_ffn_size=5630),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 5630 columns of the shared expert; nearest: 2",
+        ),
+        (
+            dataclasses.replace(QWEN15_MOE, vocab_size=151937),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 151937 tokens of the vocabulary; nearest: 1",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, dense_ffn_size=6142, moe_layers=(False,) + (True,) * 47),
+            16,
+            {"tensor": 4},
+            "parallel.tensor: 4 does not divide 6142 columns of a dense layer; nearest: 2",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, max_positions=1024),
+            16,
+            {},
+            "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1536 = 2048 exceeds the model's 1024 positions",
+        ),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, layout, expected):
+    sizes = {"tensor": 1, "expert": 1} | layout
+    layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"])
+    with pytest.raises(InputError) as caught:
+        refuse_first(trainer_problems(cfg, arch, world))
+    assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
+
+
+# ------------------------------------------------------------------------------------------------ shards in common
+
+
+SHARED = ["parallel.tensor=4", "rollout.tensor=4", "rollout.expert_parallel=true"]
+STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["device=cpu"], "rollout.expert_parallel: device cpu packs vLLM's weights; needed: npu"),
+        (
+            ["rollout.tensor=2"],
+            "rollout.tensor: 2 with rollout.expert_parallel splits attention differently than parallel.tensor 4; "
+            "needed: the same",
+        ),
+        (["rollout.engine=torch"], "override rollout.expert_parallel: not read, rollout.engine is not vllm"),
+    ],
+)
+def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expected):
+    assert expected in refusal(ROOT / "configs" / "qwen3.yaml", *SHARED, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "overrides", "expected"),
+    [
+        (QWEN3_30B_A3B, 16, [], None),
+        (QWEN15_MOE, 12, ["parallel.expert=12"], None),
+        (
+            QWEN15_MOE,
+            16,
+            ["parallel.expert=4"],
+            "rollout.expert_parallel: 60 experts cannot be divided evenly among all 16 ranks; nearest: 12, 20 ranks",
+        ),
+        (
+            QWEN3_30B_A3B,
+            16,
+            ["parallel.expert=4"],
+            "parallel.expert: 4, while rollout.expert_parallel spreads vLLM's experts over all 16 ranks; needed: 16",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, vocab_size=151940),
+            16,
+            [],
+            "rollout.expert_parallel: vLLM pads a vocabulary of 151940 to a multiple of 64 before it splits it, the "
+            "trainer does not; needed: a multiple",
+        ),
+        (QWEN15_MOE, 12, ["parallel.expert=12", "aqn.schedule=constant"], None),
+        (QWEN3_30B_A3B, 16, ["aqn.schedule=constant"], None),
+    ],
+)
+def test_a_model_whose_shards_would_differ_is_refused_with_what_would_do(arch, world, overrides, expected):
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*SHARED, *overrides])
+    if expected is None:
+        refuse_first(trainer_problems(cfg, arch, world))
+        return
+    with pytest.raises(InputError) as caught:
+        refuse_first(trainer_problems(cfg, arch, world))
+    assert str(caught.value) == f"{expected} {STREAMED}"
+
+
+# ---------------------------------------------------------------------------------------------------------- config.json
+
+REAL = {
+    "Qwen3-30B-A3B": (published.QWEN3_30B_A3B, 30_532_122_624),
+    "Qwen1.5-MoE-A2.7B": (published.QWEN15_MOE, 14_315_784_192),
+}
+
+
+@pytest.fixture(scope="module", params=REAL)
+def real(request) -> tuple[dict, int]:
+    return REAL[request.param]
+
+
+# ------------------------------------------------------------------------------------------------ what is accepted
+
+
+def test_real_models_have_their_published_number_of_parameters(real):
+    raw, parameters = real
+    shapes = tensor_shapes(hf_config.parse(raw))
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
+
+
+def test_transformers_counts_the_same_parameters_and_shapes(real):
+    """Built on the meta device, without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw, parameters = real
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    shapes = tensor_shapes(hf_config.parse(raw))
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." not in name:  # fused in transformers 5's memory, apart in files
+            assert shapes.pop(name) == tuple(parameter.shape), name
+    assert all(".mlp.experts." in name for name in shapes)
+
+
+def test_every_field_of_a_real_config_is_read():
+    arch = hf_config.parse(published.QWEN3_30B_A3B)
+    assert arch == Architecture(
+        model_type="qwen3_moe",
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_ffn_size=6144,
+        expert_ffn_size=768,
+        shared_expert_ffn_size=0,
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk_prob=True,
+        moe_layers=(True,) * 48,
+        qkv_bias=False,
+        tied_head=False,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        max_positions=40960,
+    )
+    assert arch.qkv_size == 32 * 128 + 2 * 4 * 128
+    arch = hf_config.parse(published.QWEN15_MOE)
+    assert (arch.head_dim, arch.shared_expert_ffn_size, arch.qkv_bias, arch.qk_norm) == (128, 5632, True, "")
+    assert (arch.num_experts, arch.experts_per_token, arch.norm_topk_prob) == (60, 4, False)
+
+
+def test_the_shipped_sizes_are_those_of_the_chat_models():
+    """The Instruct model differs from the hybrid in its positions; Qwen1.5-MoE's chat model has its base's sizes."""
+    instruct, chat = (
+        hf_config.parse(json.loads((hf_config.PUBLISHED / f"{name}.config.json").read_text()))
+        for name in ("Qwen3-30B-A3B-Instruct-2507", "Qwen1.5-MoE-A2.7B-Chat")
+    )
+    hybrid = hf_config.parse(published.QWEN3_30B_A3B)
+    assert instruct == dataclasses.replace(hybrid, rope_theta=1e7, max_positions=262_144)
+    assert chat == hf_config.parse(published.QWEN15_MOE)
+
+
+def test_what_transformers_5_writes_is_the_same_architecture_and_absent_keys_mean_what_it_means(real, tmp_path):
+    """rope_parameters for rope_theta, num_local_experts for Qwen3MoE's num_experts, layer_types, dtype."""
+    from transformers import AutoConfig
+
+    raw, _ = real
+    keys = {"rope_theta", "tie_word_embeddings", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "qkv_bias"}
+    for given in (raw, {name: value for name, value in raw.items() if name not in keys}):
+        AutoConfig.for_model(**given).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert "rope_parameters" in written and "rope_theta" not in written
+        assert hf_config.parse(written | {"architectures": raw["architectures"]}) == hf_config.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "moe"),
+    [
+        ({}, "MMMMMMMM"),
+        ({"decoder_sparse_step": 2}, "dMdMdMdM"),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, "ddMddddd"),
+        ({"mlp_only_layers": [0, 7]}, "dMMMMMMd"),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, "MMMMMMMM"),
+    ],
+)
+def test_which_layers_are_moe(changes, moe):
+    arch = hf_config.parse(published.QWEN15_MOE | {"num_hidden_layers": 8} | changes)
+    assert "".join("M" if is_moe else "d" for is_moe in arch.moe_layers) == moe
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+REFUSED = [  # (config to start from, what differs, what the line says)
+    (
+        published.QWEN3_30B_A3B,
+        {"model_type": "llama"},
+        "model_type 'llama' is not supported; supported: qwen3_moe, qwen2_moe",
+    ),
+    (published.QWEN3_30B_A3B, {"architectures": ["Qwen2MoeForCausalLM"]}, "only ['Qwen3MoeForCausalLM'] is"),
+    (published.QWEN3_30B_A3B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu' is"),
+    (published.QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = true is not supported"),
+    (published.QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+    (published.QWEN15_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    (
+        published.QWEN3_30B_A3B,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope scaling = 'yarn' is not supported",
+    ),
+    (published.QWEN3_30B_A3B, {"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling = 'yarn'"),
+    (
+        published.QWEN3_30B_A3B,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}},
+        "rope scaling = 'yarn' is not supported",
+    ),
+    (published.QWEN3_30B_A3B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    (published.QWEN3_30B_A3B, {"rope_theta": "1e6"}, "rope_theta: expected a positive number"),
+    (
+        published.QWEN3_30B_A3B,
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config: found {'quant_method': 'fp8'}, a quantised checkpoint; needed: one in bf16, ",
+    ),
+    (
+        published.QWEN3_30B_A3B,
+        {"num_key_value_heads": 5},
+        "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
+    ),
+    (published.QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
+    (published.QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
+    (published.QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts 64 and num_experts 128 differ"),
+    (published.QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "norm_topk_prob"),
+    (published.QWEN3_30B_A3B, {"hidden_size": 2048.0}, "hidden_size: expected a positive int, found 2048.0"),
+    (published.QWEN3_30B_A3B, {"vocab_size": -1}, "vocab_size: expected a positive int, found -1"),
+    (published.QWEN3_30B_A3B, {"rms_norm_eps": math.nan}, "rms_norm_eps: expected a positive float"),
+    (published.QWEN3_30B_A3B, {"head_dim": 127}, "head_dim"),
+    (published.QWEN3_30B_A3B, {"norm_topk_prob": "true"}, "norm_topk_prob: expected a bool, found 'true'"),
+    (published.QWEN15_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    (published.QWEN15_MOE, {"mlp_only_layers": [24]}, "mlp_only_layers: found 24; needed: layers from 0 to 23"),
+]
+
+
+@pytest.mark.parametrize(("raw", "changes", "line"), REFUSED, ids=[str(changes) for _, changes, _ in REFUSED])
+def test_options_that_are_not_computed_are_refused(raw, changes, line):
+    with pytest.raises(InputError) as caught:
+        hf_config.parse(raw | changes, "somewhere/config.json")
+    assert line in str(caught.value)
+    assert str(caught.value).startswith("somewhere/config.json: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "model.path: no config.json in .*; needed: a Hugging Face model directory"),
+        (b'{"model_type": "qwen3', "config.json: not valid JSON"),
+        (b"\xff\xfe\x00", "config.json: not UTF-8 text at byte 0"),
+        (b"[1, 2]", "config.json: expected a JSON object, found list"),
+    ],
+)
+def test_files_that_are_no_config_are_refused(content, line, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=line) as caught:
+        hf_config.read(tmp_path)
+    assert str(tmp_path) in str(caught.value)

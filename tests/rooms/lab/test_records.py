@@ -1,0 +1,602 @@
+"""Records of runs, the pages about them, and the completions of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas
+import pytest
+import recorded
+from recorded import commit, git, replaced
+from source import ROOT
+
+import report
+from facts.exits import InputError
+from lab import comparisons, pages, records
+from runlog.run_record import read_lines
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return recorded.make_run(tmp_path_factory.mktemp("out"), "base-seed3", seed=3)
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "out" / made.name)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Path, results: Path) -> None:
+    assert records.add([run], results) == results / "base-seed3.parquet"
+    steps = records.load(results).set_index("step")
+    for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
+        for line in read_lines(run / f"{file}.jsonl"):
+            row = steps.loc[line.pop("step") - before]
+            for key, value in line.items():
+                assert (key in row) == (key != "timing/generate_s") and (key not in row or row[key] == value)
+    assert [steps.loc[step, "completions"] is not None for step in range(4)] == [True, False, False, True]
+    kept = json.loads(steps.loc[3, "completions"])
+    assert [answer["completion"] for answer in kept] == ["</pre>#### 3"] * 2
+    assert set(steps["variant"]) == {"base"} and set(steps["seed"]) == {3}
+    plain = pandas.read_parquet(results / "base-seed3.parquet")  # as results/README.md says
+    assert plain["record/commit"].notna().sum() == 1 and json.loads(plain["record/config"][0])["train"]["seed"] == 3
+    (record,) = records.records_of(records.load(results)).values()
+    assert (
+        record == records.read_run(run).record
+        and record.files == json.loads((run / "finished.json").read_text())["sha256"]
+    )
+
+
+def test_the_records_of_the_repository_are_small_and_name_nobody() -> None:
+    files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8e6
+    assert (ROOT / "results" / records.WEIGHTS).stat().st_size < 3e6
+    for record in records.records_of(records.load(ROOT / "results")).values():
+        assert not records.PRIVATE.search(json.dumps(record)) and len(record.commit) == 40
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def changed(name: str, old: str, new: str) -> Callable[[Path], object]:
+    """A run whose file ``name`` was changed before it was sealed: wrong in itself, with the right checksums."""
+    return lambda run: replaced(run / name, old, new, 1)
+
+
+def resumed_elsewhere(run: Path) -> None:
+    (run / "resume-1").mkdir()
+    for name in ("git.json", "inputs.json"):
+        shutil.copy(run / name, run / "resume-1" / name)
+    replaced(run / "resume-1" / "git.json", recorded.COMMIT, "f" * 40)
+    recorded.seal(run)
+
+
+REFUSED = {
+    "no finished.json": lambda run: (run / "finished.json").unlink(),
+    "metrics.jsonl: missing, altered or added": lambda run: (run / "metrics.jsonl").write_text("{}\n"),
+    "extra.jsonl: missing, altered or added": lambda run: (run / "extra.jsonl").write_text(""),
+    "git.json: found .* needed: a run of a commit": changed("git.json", "false", "true"),
+    "resume-1: differs from the first start": resumed_elsewhere,
+    "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
+    "a file of it holds something else": changed("config.yaml", "\ntrain:\n", "\ntrains:\n"),
+    "needed: NAME-YYYYMMDD-HHMMSS": lambda run: run.rename(run.with_name("renamed")),
+    # Half a character, from a file name that is not UTF-8.
+    "needed: columns of one type": changed("metrics.jsonl", '"actor/ent', r'"more": "\ud800", "actor/ent'),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_run_that_cannot_be_believed_is_refused_in_one_line_and_leaves_nothing(run, results, reason: str) -> None:
+    REFUSED[reason](run)
+    (folder,) = run.parent.iterdir()
+    with pytest.raises(InputError, match=reason) as refusal:
+        records.add([folder], results)
+    assert not results.exists() and "\n" not in str(refusal.value)
+
+
+def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(run: Path, results: Path) -> None:
+    others = run.parent.with_name("others")
+    first = recorded.make_run(others, "base-seed0", 0)
+    records.add([run, first], results, "sweep")
+    content = (results / "sweep.parquet").read_bytes()
+    other_settings = recorded.make_run(others, "base-seed1", 1, overrides=("optim.lr=2e-3",))
+    same_seed = recorded.make_run(others, "base-seed4", 0)
+    good = recorded.make_run(others, "base-seed5", 5)
+    for folder, name, reason in (
+        (run, "again", "base-seed3: its metrics are those of base-seed3"),
+        (other_settings, "", "no seed of base: optim.lr: 0.001 -> 0.002"),
+        (same_seed, "", "seed 0 of base is there: base-seed0"),
+        (recorded.make_run(others / "twice", "base-seed0", 0, luck=1, after=0.8), "", "there is a record of this id"),
+        (good, "sweep", "sweep.parquet: exists; records are never replaced"),
+        (good, "a/b", "--id: found 'a/b'"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            records.add([good, folder] if folder != good else [good], results, name or "new")
+    assert [path.name for path in results.iterdir()] == ["sweep.parquet"]
+    assert (results / "sweep.parquet").read_bytes() == content
+    with pytest.raises(InputError, match="--id: found ''; needed: a name for 2 runs"):
+        records.add([good, first], results)
+
+
+def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, results: Path) -> None:
+    records.add([run], results)
+    planted = recorded.make_run(run.parent.with_name("planted"), "base-seed3", 3)
+    replaced(planted / "command.txt", "train_grpo.py", "checks/planted_fault.py rounded_evaluation")
+    replaced(planted / "config.yaml", "name: base-seed3", "name: control-seed3")
+    with pytest.raises(InputError, match="its metrics are those of base-seed3"):
+        records.add([planted], results)
+    replaced(planted / "eval_outcomes.jsonl", '"sampled": [0.0]', '"sampled": [1.0]')
+    records.add([planted], results)
+    assert records.load_record(results, "control-seed3").settings["planted fault"] == "rounded_evaluation"
+
+
+def test_a_folder_with_other_files_is_refused(run: Path, results: Path) -> None:
+    records.add([run], results)
+    shutil.copy(results / "base-seed3.parquet", results / "copy.parquet")
+    with pytest.raises(InputError, match="base-seed3: two records have this id"):
+        records.load(results)
+    (results / "copy.parquet").write_bytes(b"text")
+    with pytest.raises(InputError, match="copy.parquet: cannot be read"):
+        records.load(results)
+
+
+# ---------------------------------------------------------------- start weights
+
+
+def test_a_kept_model_is_given_back_once_and_not_over_another(run: Path, results: Path, tmp_path: Path) -> None:
+    record = records.read_run(run).record
+    with pytest.raises(InputError, match="the model from which base-seed3 started is not kept"):
+        records.restore_weights(results, record, tmp_path / "model")
+    results.mkdir()
+    kept = pandas.DataFrame({"sha256": ["ab" * 32, "cd" * 32], "content": [b"weights", b"others"]})
+    kept.to_parquet(results / records.WEIGHTS)
+    records.restore_weights(results, record, tmp_path / "model")
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "model").iterdir()] == [
+        ("model.safetensors", b"weights")
+    ]
+    with pytest.raises(InputError, match="already there and not an empty directory; needed: a new one"):
+        records.restore_weights(results, record, tmp_path / "model")
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+# RESULTS.md follows from the records and README's tree from the docstrings, --check notices when they do not, and the
+# commands do what they say.
+
+TEXT = f"# A page\n\nWritten by people.\n\n{pages.BEGIN}\n\n{pages.END}\n\nAlso by people.\n"
+PLAN = """
+findings:
+  - {asked: "Is it better?", answer: "Yes.", method: better}
+  - {asked: "Does it learn?", answer: "Yes.", gain: base}
+sections: {Losses: What they cost.}
+curves: {base: the base, better: the better one}
+families:
+  - name: ranks
+    section: Losses
+    sweep: configs/sweeps/x.yaml
+    kind: sampled
+    margin: 1
+    entries:
+      - {method: better, base: base, title: Rank 8, predicted: larger}
+      - {method: absent, base: base, title: Never report_code, predicted: smaller, missing: seed 3 stopped}
+"""
+
+SOURCES = {
+    "begin.py": '"""Begins at 1.5 of two\nlines. And more."""\n\nif __name__ == "__main__":\n    pass\n',
+    "adds.py": '"""What is added?\n\nDetails."""\n',
+    "room/__init__.py": '"""A rule. And its second sentence."""\n',
+    "room/inside.py": '"""Not in the tree."""\n',
+}
+TREE = """```
+# commands
+begin.py           Begins at 1.5 of two lines.
+# the method
+adds.py            What is added?
+# rooms
+room/              A rule. And its second sentence.
+```"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two variants of three seeds, recorded, built and committed."""
+    folder = tmp_path_factory.mktemp("folder") / "project"
+    recorded.add_variants(folder)
+    (folder / "docs").mkdir()
+    (folder / "results" / "plan.yaml").write_text(PLAN)
+    for page in ("RESULTS.md", "docs/benchmark.md", "results/README.md", "README.md"):
+        (folder / page).write_text(TEXT)
+    (folder / "room").mkdir()
+    for file, source in SOURCES.items():
+        (folder / file).write_text(source)
+    pages.build(folder / "results", folder / "RESULTS.md")
+    git(folder, "init", "-q", "-b", "main")
+    commit(folder)
+    return folder
+
+
+@pytest.fixture
+def project(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "project")
+
+
+def report_code(project: Path, *arguments: str) -> int:
+    return report.main(["--results", str(project / "results"), "--page", str(project / "RESULTS.md"), *arguments])
+
+
+# ---------------------------------------------------------------- the pages
+
+
+def test_every_number_of_the_pages_is_a_records(project: Path) -> None:
+    steps = pandas.read_parquet(project / "results" / "variants.parquet")
+    last = steps[steps["step"] == 4].set_index("id")["eval/sampled_accuracy"]
+    difference = 100 * (last.filter(like="better").mean() - last.filter(like="base").mean())
+    first = steps[(steps["step"] == 0) & steps["id"].str.startswith("base")]["eval/sampled_accuracy"]
+    text = (project / "RESULTS.md").read_text()
+    assert f"| Is it better? | Yes. | {difference:+.1f} (" in text and "\n\nAlso by people.\n" in text
+    base = last.filter(like="base")
+    assert (
+        f"| {100 * first.mean():.1f} -> {100 * base.mean():.1f} %: {100 * (base.mean() - first.mean()):+.1f} (" in text
+    )
+    assert "| Rank 8 | `base` | 3 |" in text and "larger, as predicted" in text
+    assert "| Never report_code (`absent` against `base`) | smaller | seed 3 stopped |" in text
+    benchmark = (project / "docs" / "benchmark.md").read_text()
+    assert "1 of 1 predictions were met." in benchmark and "| ranks | Rank 8 | `better` | `base` | 3 |" in benchmark
+    assert "| `variants.parquet` | 2 | 6 | 4 | 0123456 |" in (project / "results" / "README.md").read_text()
+    assert (project / "results" / "figures" / "learning_curves.png").stat().st_size > 5000
+
+
+def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: Path, tmp_path: Path, capsys) -> None:
+    (project / "results" / "plan.yaml").write_text(
+        PLAN.replace("method: better}\n  - {asked", "method: absent}\n  - {asked")
+    )
+    assert report_code(project, "build") == 2 and "findings: absent: no comparison" in capsys.readouterr().err
+    (project / "RESULTS.md").write_text("no marks")
+    (project / "results" / "plan.yaml").write_text(PLAN)
+    assert report_code(project, "build") == 2 and "needed: the two marks" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert report.main(["--results", str(tmp_path / "empty"), "build"]) == 2
+    assert "empty: no record" in capsys.readouterr().err
+
+
+def test_the_tree_has_the_first_sentence_of_each_file_and_the_rule_of_each_room(project: Path) -> None:
+    assert f"{pages.BEGIN}\n\n{TREE}\n\n{pages.END}" in (project / "README.md").read_text()
+
+
+def test_the_tree_of_the_repository_is_that_of_its_docstrings() -> None:
+    tree = pages.tree(ROOT)
+    assert all(re.fullmatch(r"# .+|```|[\w./]+ +\S.+[.?]", line) for line in tree.splitlines()), tree
+    for page in ("README.md", "README.zh.md"):
+        assert f"{pages.BEGIN}\n\n{tree}\n\n{pages.END}" in (ROOT / page).read_text(), f"{page}: report.py build"
+
+
+# ---------------------------------------------------------------- --check
+
+
+def edited_parquet(project: Path) -> None:
+    path = project / "results" / "variants.parquet"
+    table = pandas.read_parquet(path)
+    table.loc[0, "actor/loss"] += 1e-9  # in no page
+    table.to_parquet(path)
+
+
+def edited_and_committed(project: Path) -> None:
+    edited_parquet(project)
+    commit(project)
+
+
+def replaced_by_another_name(project: Path) -> None:
+    git(project, "mv", "results/variants.parquet", "results/other.parquet")
+    commit(project)
+
+
+def merged_with_a_change(project: Path) -> None:
+    """A merge may bring a file of records, and this one also changes one."""
+    git(project, "checkout", "-q", "-b", "side", "HEAD")
+    run_dir = recorded.make_run(project.with_name("new"), "more-seed0", 7)
+    records.add([run_dir], project / "results", "more")
+    commit(project)
+    git(project, "checkout", "-q", "main")
+    git(project, "merge", "-q", "--no-ff", "--no-commit", "side")
+    edited_parquet(project)
+    commit(project)
+
+
+FAULTS = {
+    "RESULTS.md: not what report.py build writes": lambda project: edited_number(project / "RESULTS.md"),
+    "benchmark.md: not what report.py build writes": lambda project: edited_number(project / "docs" / "benchmark.md"),
+    "results/README.md: not what report.py build writes": lambda project: edited_number(project / "results/README.md"),
+    "project/README.md: not what report.py build writes": lambda project: edited_docstring(project / "adds.py"),
+    "variants.parquet: changed or removed since HEAD": edited_parquet,
+    "variants.parquet: changed or removed since BASE": edited_and_committed,
+    "variants.parquet: changed or removed since BASE, renamed": replaced_by_another_name,
+    "variants.parquet: changed or removed since BASE, in a merge": merged_with_a_change,
+}
+
+
+def edited_number(path: Path) -> None:
+    before, begin, after = path.read_text().partition(pages.BEGIN)
+    path.write_text(before + begin + re.sub(r"\d", "0", after.replace("0", "9"), count=1))
+
+
+def edited_docstring(path: Path) -> None:
+    path.write_text(path.read_text().replace("added", "taken away"))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_fails_when_a_record_was_changed_or_a_page_does_not_follow(project: Path, fault: str, capsys) -> None:
+    base = git(project, "rev-parse", "HEAD").strip()
+    assert report_code(project, "--check", "--against", base) == 0
+    FAULTS[fault](project)
+    capsys.readouterr()
+    since = ["--against", base] if "BASE" in fault else []
+    assert report_code(project, "--check", *since) == 1
+    assert fault.split(", ")[0].replace("BASE", base) in capsys.readouterr().err
+
+
+def test_records_may_grow_also_by_a_merge(project: Path, capsys) -> None:
+    base = git(project, "rev-parse", "HEAD").strip()
+    git(project, "checkout", "-q", "-b", "side")
+    records.add([recorded.make_run(project.with_name("new"), "more-seed0", 7)], project / "results", "more")
+    commit(project)
+    git(project, "checkout", "-q", "main")
+    (project / "note").write_text("a commit of its own")
+    commit(project)
+    git(project, "merge", "-q", "--no-ff", "side", "-m", "merge")
+    assert report_code(project, "build") == 0 and report_code(project, "--check", "--against", base) == 0
+    assert report_code(project, "--check", "--against", "0" * 40) == 2 and "no such commit" in capsys.readouterr().err
+
+
+def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path, monkeypatch, capsys) -> None:
+    base = git(project, "rev-parse", "HEAD").strip()
+    edited_parquet(project)
+    assert report_code(project, "build") == 0
+    reshaped = commit(project)
+    assert report_code(project, "--check", "--against", base) == 1
+    monkeypatch.setattr(report, "RESHAPED", reshaped)
+    assert report_code(project, "--check", "--against", base) == 0
+    edited_and_committed(project)
+    assert report_code(project, "--check", "--against", base) == 1 and reshaped in capsys.readouterr().err
+
+
+@pytest.mark.ci
+def test_the_pages_of_the_repository_follow_from_its_records_and_are_short() -> None:
+    """The numbers outside of the generated parts, too: those of the READMEs."""
+    assert pages.stale(ROOT / "results", ROOT / "RESULTS.md") == []
+    assert not report.RESHAPED or re.fullmatch("[0-9a-f]{40}", report.RESHAPED)
+    lines = {
+        page: len((ROOT / page).read_text().splitlines())
+        for page in ("RESULTS.md", "results/README.md", "results/plan.yaml")
+    }
+    assert lines["RESULTS.md"] <= 150 and lines["results/README.md"] <= 60 and lines["results/plan.yaml"] <= 300
+    steps = records.load(ROOT / "results")
+    ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "smollm2")}
+    shown = [
+        f"{100 * share:.1f}"
+        for name, places in (("baseline", (0, 1)), ("control", (1,)), ("smollm2", (0, 1)))
+        for share in (ends[name][place] for place in places)
+    ]
+    for page in ("README.md", "README.zh.md"):
+        text = (ROOT / page).read_text()
+        block = next(block for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) if "accuracy" in block)
+        assert re.findall(r"([\d.]+) ?%", text.replace(block, "")) == shown, page
+
+
+def test_every_metric_of_a_run_is_in_the_glossary() -> None:
+    """docs/metrics.md explains what the source logs; `/name` after another metric belongs to the same section."""
+    glossary = (ROOT / "docs" / "metrics.md").read_text()
+    explained = set()
+    for cell in re.findall(r"^\| (`.*?`) \|", glossary, re.M):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            section = name.split("/")[0] or section
+            explained.add(f"{section}/{name.split('/')[1]}")
+    sections = "reward|response_length|actor|rollout|aqn|replay|moe|sync|timing|perf|eval"
+    logged = set()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plan/*.py")):
+        logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
+    assert len(logged) > 20 and logged <= explained, logged - explained
+
+
+# ---------------------------------------------------------------- compare
+
+
+def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
+    assert report_code(project, "compare", "base", "better") == 0
+    text = capsys.readouterr().out
+    assert "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds): larger" in text
+    assert report_code(project, "compare", "base-seed0", "better-seed0") == 0
+    assert "points (1 of 3 paired seeds, which decide nothing)" in capsys.readouterr().out
+    assert (
+        report_code(project, "compare", "base", "base") == 2 and report_code(project, "compare", "base", "nobody") == 2
+    )
+    assert "variants: base, better" in capsys.readouterr().err
+
+
+def test_runs_without_sampled_answers_are_compared_by_the_greedy_ones(tmp_path: Path, capsys) -> None:
+    low = recorded.make_run(tmp_path, "low", 0, 0.4)
+    made = [low, recorded.make_run(tmp_path, "high", 0, 0.9, overrides=("lora.rank=8",))]
+    for folder in made:
+        lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        kept = [{key: x for key, x in line.items() if key != "eval/sampled_accuracy"} for line in lines]
+        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        recorded.seal(folder)
+    assert report.main(["compare", *map(str, made)]) == 0 and "  greedy: +" in capsys.readouterr().out
+
+
+def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path, capsys) -> None:
+    """Also runs of changed source, which may not become records."""
+    out, jobs = tmp_path / "out", {}
+    for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",))):
+        for seed in range(3):
+            made = recorded.make_run(out, f"{name}-seed{seed}", seed, after, questions=40, overrides=change)
+            replaced(made / "git.json", '"dirty": false', '"dirty": true')
+            jobs[f"{name}-seed{seed}"] = {"state": "finished", "run": f"out/{made.name}", "result": "done"}
+    jobs["late-seed0"] = {"state": "failed", "run": "", "result": ""}
+    folder = out / "sweep-trial"
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    assert report.main(["compare", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds): larger" in text and "late" not in text
+    )
+    for wrong, said in (({}, "no job is finished"), ({"a": 1}, "needed: the jobs that sweep.py writes")):
+        (folder / "sweep.json").write_text(json.dumps({"jobs": wrong}))
+        assert report.main(["compare", str(folder)]) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said", "code"),
+    [
+        ("git.json", "dirty", "dirty", "same: the metrics of all steps", 0),
+        ("eval_outcomes.jsonl", '"gold": "7"', '"gold": "8"', "it should not be: eval_outcomes.jsonl", 1),
+        ("metrics.jsonl", '"actor/entropy": 0.5', '"actor/entropy": 0.6', "should not be: metrics.jsonl", 1),
+        ("environment.json", "2.13.0+cpu", "2.14.0+cpu", "allowed because of: versions of packages", 0),
+        ("environment.json", "AMD EPYC", "Apple M9", "cpu AMD EPYC, Apple M9", 0),
+        ("environment.json", '"OMP_NUM_THREADS": "1"', '"OMP_NUM_THREADS": "2"', "environment variables", 0),
+        ("git.json", recorded.COMMIT, "f" * 40, "commits 0123456, fffffff", 0),
+    ],
+)
+def test_a_repeat_has_the_same_bytes_or_a_reason_or_is_a_defect(
+    tmp_path: Path, capsys, file, old, new, said, code
+) -> None:
+    first = recorded.make_run(tmp_path / "first", "x")
+    second = shutil.copytree(first, tmp_path / "second" / first.name)
+    if code == 0 and file != "git.json" or new == "f" * 40:
+        replaced(second / "metrics.jsonl", '"actor/entropy": 0.5', '"actor/entropy": 0.6')
+    replaced(second / file, old, new)
+    assert report.main(["compare", str(first), str(second)]) == code and said in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- add, show and rerun
+
+
+def test_add_names_the_file_and_show_prints_completions(tmp_path: Path, capsys) -> None:
+    folder = recorded.make_run(tmp_path / "out", "tiny", questions=9)
+    places = ["--results", str(tmp_path / "results")]
+    assert (
+        report.main([*places, "add", str(folder), "--id", "mine"]) == 0 and (tmp_path / "results/mine.parquet").exists()
+    )
+    assert report.main([*places, "add", str(folder)]) == 2
+    capsys.readouterr()
+    assert report.main(["show", str(folder), "--step", "2"]) == 0 and "#### 1" in capsys.readouterr().out
+
+
+def test_rerun_prints_checkout_weights_installation_and_command(project: Path, capsys) -> None:
+    assert report_code(project, "rerun", "base-seed1") == 0
+    text, record = capsys.readouterr().out, records.load_record(project / "results", "base-seed1")
+    assert f"git worktree add --detach ../rerun-base-seed1 {record.commit}" in text and "was not kept" in text
+    assert "set_up cpu\n" in text and text.splitlines()[-2].endswith(f"OMP_NUM_THREADS=1 {record.command}")
+    assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
+    kept = pandas.DataFrame({"sha256": ["ab" * 32], "content": [b"weights"]})
+    kept.to_parquet(project / "results" / records.WEIGHTS)
+    assert f"{sys.executable} report.py" in report.rerun_commands(record, project / "results")
+    own = {key: value for key, value in record.config.items() if key != "tiny_model"}
+    packaged = record._replace(config=own, inputs={"model": {"smol_model.json": "0" * 64}})
+    text = report.rerun_commands(packaged, project / "results")
+    assert "set_up cpu smol" in text and ".venv/bin/python weights/smol_model.py" in text
+    assert "put the model into" in report.rerun_commands(record._replace(config=own), project / "results")
+
+
+def test_what_a_record_says_is_never_run_as_shell_text(project: Path, tmp_path: Path) -> None:
+    """Its command runs as it stands, with $HOME replaced and nothing else."""
+    planted = f"x'; touch {tmp_path}/ran; '"
+    record = records.load_record(project / "results", "base-seed1")
+    own = {key: value for key, value in record.config.items() if key != "tiny_model"} | {"model": {"path": planted}}
+    machine = record.environment | {"python": planted, "variables": {"OMP_X": planted}}
+    command = f"echo ran: $HOME/model '$HOME/a b' \\$PATH; touch {tmp_path}/ran"
+    told = record._replace(config=own, environment=machine, command=command)
+    text = report.rerun_commands(told, project / "results")
+    lines = [line for line in text.splitlines() if not line.startswith(("git worktree", "cd ", "source ", "set_up "))]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"HOME": "/at home", "PATH": os.environ["PATH"]},
+    )
+    assert not (tmp_path / "ran").exists()
+    assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
+    with pytest.raises(InputError, match="base-seed1: command: .* is no command line"):
+        report.rerun_commands(record._replace(command="torchrun 'train_grpo.py"), project / "results")
+
+
+def test_rerun_executes_what_it_prints_and_compares(project: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(report, "ROOT", tmp_path / "checkout")
+    report.ROOT.mkdir()
+    for luck, said, code in ((None, "same: ", 0), (7, "different, and it should not be", 1)):
+        made = recorded.make_run(tmp_path / said, "base-seed1", 1, 0.4, luck=luck, questions=40)
+        commands = f"rm -rf ../rerun-*; mkdir ../rerun-base-seed1; cp -r '{made.parent}' ../rerun-base-seed1/out"
+        monkeypatch.setattr(report, "rerun_commands", lambda record, results, commands=commands: commands)
+        assert report_code(project, "rerun", "base-seed1", "--report_code") == code and said in capsys.readouterr().out
+    monkeypatch.setattr(report, "rerun_commands", lambda record, results: "exit 5")
+    assert report_code(project, "rerun", "base-seed1", "--report_code") == 5
+
+
+def test_without_scipy_one_line_says_what_to_install(project: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert report_code(project, "build") == 2
+    assert "scipy is not installed; needed: pip install --no-deps -r requirements/report.txt" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------- show
+
+
+@pytest.fixture
+def shown_run(tmp_path: Path) -> Path:
+    return recorded.make_run(tmp_path, "base-seed0", questions=20)
+
+
+def test_a_step_is_shown_with_question_gold_answer_rewards_and_completions(shown_run: Path, capsys) -> None:
+    """By default the last step. What another step has is not shown, and a question is printed once."""
+    assert report.main(["show", str(shown_run)]) == 0
+    assert capsys.readouterr().out == (
+        f"{shown_run.name}, step 4\n\nquestion: 1 + 1 <b>?</b>\ngold answer: 2\n"
+        "\n--- reward 1, 8 tokens\n</pre>#### 3\n\n--- reward 1, 9 tokens\n</pre>#### 3\n"
+    )
+    assert report.main(["show", str(shown_run), "--step", "1"]) == 0
+    first = capsys.readouterr().out
+    assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "#### 3" not in first
+
+
+def test_several_questions_are_told_apart_and_no_completion_controls_the_terminal(shown_run: Path, capsys) -> None:
+    rows = [
+        {"step": 7, "question": "a?", "completion": "\x1b[2Jtwo\nlines\ud800", "reward": 0.5, "tokens": 3},
+        {"step": 7, "question": "b?", "gold": "9", "completion": "9", "reward": 1.0, "tokens": 1},
+    ]
+    (shown_run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report.main(["show", str(shown_run)]) == 0
+    assert capsys.readouterr().out == (
+        f"{shown_run.name}, step 7\n\nquestion: a?\n\n--- reward 0.5, 3 tokens\n\\x1b[2Jtwo\nlines\\ud800\n"
+        "\nquestion: b?\ngold answer: 9\n\n--- reward 1.0, 1 tokens\n9\n"
+    )
+
+
+def test_what_cannot_be_shown_is_one_line_and_exit_code_2(shown_run: Path, capsys) -> None:
+    def refused(*arguments: str) -> str:
+        assert report.main(["show", *arguments]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        return said.err
+
+    assert "absent: there is no such folder; needed: the folder of a shown_run" in refused(str(shown_run / "absent"))
+    assert "--step: found 9; needed: a step with completions, 1 to 4" in refused(str(shown_run), "--step", "9")
+    (shown_run / "completions.jsonl").unlink()
+    assert "found no completions; needed: a shown_run with train.completions_logged" in refused(str(shown_run))

@@ -1,0 +1,182 @@
+"""Ranks, groups, reductions, and collectives in the same order on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import collectives
+import pytest
+import run_scripts
+import torch
+import torch.distributed as dist
+import training
+import world
+from tiers import asked, ci, nightly
+
+import parallel_setup
+from parallel_setup import Parallel
+
+# ------------------------------------------------------------------------------------------------------- parallel setup
+
+LAYOUTS = world.TESTED
+
+
+def measure(parallel: Parallel) -> dict:
+    """The place of this rank, its groups, and every reduction of numbers that identify their ranks."""
+    values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
+    summed = parallel.sum_over_data(values)
+    members = {}
+    for name in ("tensor", "data", "expert", "expert_data"):
+        members[name] = sorted(dist.get_process_group_ranks(getattr(parallel, f"{name}_group")))
+    return {
+        "parallel": {name: getattr(parallel, name) for name in parallel.__dataclass_fields__ if "group" not in name},
+        "members": members,
+        "summed": summed.tolist(),
+        "values after": values.tolist(),
+        "rows": parallel.gather_rows(torch.full((2, 3), parallel.rank)),
+        "no rows": tuple(parallel.gather_rows(torch.zeros(0, 3)).shape),
+        "max": parallel.max_over_ranks(float(-parallel.rank)),
+        "objects": parallel.gather_objects({"reward": 0.1 + parallel.rank, "count": 7}),
+        "max with nan": parallel.max_over_ranks(float("nan") if parallel.rank == 1 else 1.0),
+    }
+
+
+@pytest.fixture(scope="module")
+def everywhere() -> dict[str, list]:
+    return world.in_layouts(asked(LAYOUTS), measure)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> str:
+    return request.param
+
+
+def test_sizes_multiply_to_the_number_of_ranks(layout, everywhere):
+    ranks, tensor, expert = world.LAYOUTS[layout]
+    for rank, answers in enumerate(everywhere[layout]):
+        found = answers["parallel"]
+        assert (found["rank"], found["world_size"]) == (rank, ranks)
+        assert (found["tensor"], found["expert"]) == (tensor, expert)
+        assert tensor * found["data"] == expert * found["expert_data"] == ranks
+
+
+def test_groups_have_the_sizes_they_claim_and_cover_the_grid_once(layout, everywhere):
+    answers = everywhere[layout]
+    for name in ("tensor", "data", "expert", "expert_data"):
+        groups = {tuple(rank["members"][name]) for rank in answers}
+        assert all(len(group) == answers[0]["parallel"][name] for group in groups)
+        assert sorted(rank for group in groups for rank in group) == list(range(len(answers)))
+    for first, second in (("tensor", "data"), ("expert", "expert_data")):
+        for rank in answers:
+            assert len(set(rank["members"][first]) & set(rank["members"][second])) == 1
+
+
+def test_ranks_of_a_group_have_different_places_in_it(layout, everywhere):
+    answers = everywhere[layout]
+    for name in ("tensor", "data", "expert"):
+        for rank in answers:
+            places = [answers[other]["parallel"][f"{name}_rank"] for other in rank["members"][name]]
+            assert places == list(range(len(places)))
+
+
+def test_sum_over_data_adds_each_data_rank_once_and_leaves_its_input(layout, everywhere):
+    for rank in everywhere[layout]:
+        data = rank["parallel"]["data"]
+        assert rank["summed"] == [sum(4**i for i in range(data)), 10 * data]
+        assert rank["values after"] == [4 ** rank["parallel"]["data_rank"], 10]
+
+
+def test_rows_and_objects_are_gathered_in_rank_order_and_the_largest_number_is_found(layout, everywhere):
+    """Objects keep their last bit, and a NaN is not hidden."""
+    answers = everywhere[layout]
+    size = len(answers)
+    for rank in answers:
+        assert torch.equal(rank["rows"], torch.arange(size).view(-1, 1, 1).expand(size, 2, 3))
+        assert rank["no rows"] == (size, 0, 3)
+        assert rank["objects"] == [{"reward": 0.1 + rank, "count": 7} for rank in range(size)]
+        assert rank["max"] == 0.0
+        assert size == 1 or math.isnan(rank["max with nan"])
+
+
+def open_and_close() -> list[tuple[int, int]]:
+    """Threads and descriptors of this process before and after each of several layouts in one world."""
+    found = []
+    for name in [None, "TP2", "TP2_EP2", "EP2", "TP2_EP2", "TP2", "EP2"]:
+        if name:
+            world.open_layout(name)
+            parallel_setup.close_layout()
+            parallel_setup.close_layout()  # no layout is open any more
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_layout_that_is_closed_leaves_no_threads_and_descriptors():
+    """A group that is not destroyed keeps two threads and four descriptors."""
+    for found in world.run(2, open_and_close):
+        threads, descriptors = zip(*found[1:], strict=True)  # the first layout also starts the threads of the world
+        assert max(threads) == min(threads) and max(descriptors) <= min(descriptors) + 2, found
+
+
+# --------------------------------------------------------------------------------------- equal collectives on all ranks
+# All ranks of a group make the same collectives in the same order, in the layouts of the shipped scripts.
+#
+# A start, two steps of two updates, three evaluations and two checkpoints, on gloo. The engine is a stand-in that takes
+# pushes into memory of vLLM's shape. Not covered: what vLLM's own ranks exchange, and rows that routing sends
+# elsewhere.
+
+EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
+FIRST, FEW = "run_6npu.sh tp2_ep3", ["run_8gpu.sh tp4_ep8", "run_2npu.sh tp2_ep2"]
+OTHER_SIZES = ("run_1gpu.sh", "run_2node.sh")  # one rank, and 32
+OTHERS = [name for name in run_scripts.NAMES if name not in (FIRST, *FEW) and name.split()[0] not in OTHER_SIZES]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a tiny model of a configuration's architecture, whose sizes all layouts divide."""
+    made: dict[str, Path] = {}
+
+    def get(config: str) -> Path:
+        if config not in made:
+            kind = "qwen2_moe" if "qwen15" in config else "qwen3_moe"
+            sizes = {"num_experts": EXPERTS.get(config, 16), "num_kv_heads": 4, "expert_width": 32, "vocab_size": 320}
+            made[config] = training.make_model(tmp_path_factory.mktemp("models") / kind, kind, **sizes)
+        return made[config]
+
+    return get
+
+
+def run(job: run_scripts.Training, model: Path, folder: Path, plant: Callable = lambda patch: None) -> list[int]:
+    """The exit codes of all ranks."""
+    cfg = collectives.small(job, model, folder / "out")
+    training.import_before_the_fork()
+    world._import_megatron()
+    return world.as_torchrun(job.ranks, collectives.command, cfg, folder, plant, log=folder / "log")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [FIRST, *map(ci, FEW), *map(nightly, OTHERS)])
+def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callable, tmp_path: Path) -> None:
+    job = run_scripts.job(name)
+    codes = run(job, model_of(job.config), tmp_path)
+    assert not (found := collectives.differences(tmp_path, job.ranks)), found
+    assert codes == [0] * job.ranks, (tmp_path / "log").read_text()[-3000:]
+    of_all = collectives.read(tmp_path, job.ranks)[tuple(range(job.ranks))]
+    assert len(of_all) == job.ranks and len(of_all[0]) > 50
+
+
+def test_a_collective_of_some_ranks_alone_is_named(tmp_path: Path) -> None:
+    """Rank 1 of the group 0, 1 sums twice, and rank 2 of the world never meets the others."""
+    for rank, lines in enumerate((["0,1 all_reduce", "0,1 barrier"], ["0,1 all_reduce", "0,1 all_reduce"], [])):
+        calls = ["0,1,2 barrier", *lines] if rank < 2 else []
+        (tmp_path / f"rank-{rank}").write_text("".join(f"{line}\n" for line in calls))
+    assert collectives.differences(tmp_path, 3) == [
+        "group (0, 1, 2), call 0: {0: 'barrier', 1: 'barrier', 2: 'nothing'}",
+        "group (0, 1), call 1: {0: 'barrier', 1: 'all_reduce'}",
+    ]

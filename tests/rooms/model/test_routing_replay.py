@@ -1,0 +1,310 @@
+"""Routing replay, and sampler and trainer that disagree."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pkgutil
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+import training
+import world
+from adapted import load, my_rows
+from planting import Plant
+from tiers import ci
+
+from checks.planted_fault import named_faults
+from facts.exits import InputError, Tripped
+from model import megatron_model, packing, routing_replay
+
+# ------------------------------------------------------------------------------------------------------- routing replay
+# Routing replay: own routes change nothing, other routes do. The load of the experts is that of transformers.
+#
+# The gradients are compared with those of the gating formula, computed densely over all experts.
+
+KINDS = ["qwen3_moe", ci("qwen2_moe")]
+LAYOUTS = ["TP1", "EP2", "TP2_EP2_DP2"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return reference.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+# ------------------------------------------------------------------------------------------------ in every layout
+
+
+def replays(parallel, path, tokens):
+    model, arch = load(path, parallel)
+    replay, (mine, mask) = routing_replay.RoutingReplay(model, arch, parallel), my_rows(tokens, parallel)
+
+    def logp(routes=None, replayed=None):
+        with torch.no_grad():
+            if routes is None:
+                return megatron_model.token_logprobs(model, mine, mask, parallel)[0]
+            with replay.replaying(routes, replayed, count=True):
+                return megatron_model.token_logprobs(model, mine, mask, parallel)[0]
+
+    native = logp()
+    with torch.no_grad():
+        _, routes = replay.record(lambda: megatron_model.token_logprobs(model, mine, mask, parallel), len(mine))
+    everywhere = torch.ones_like(mine, dtype=torch.bool)
+    shifted = (routes + 1) % arch.num_experts
+    one_row_late = routes.roll(1, dims=1)
+    own = logp(routes, everywhere)
+    differing_own = replay.differing_share()
+    other = logp(shifted, everywhere)
+    differing_other = replay.differing_share()
+    return {
+        "native": native,
+        "routes": routes,
+        "own": torch.equal(native, own),
+        "other": (native - other).abs().max().item(),
+        "late": (native - logp(one_row_late, everywhere)).abs().max().item(),
+        "nowhere": torch.equal(native, logp(shifted, torch.zeros_like(everywhere))),
+        "differing": (differing_own, differing_other),
+        "free": replay.routes is None and replay.written is None,
+        "load": [counted(parallel, path, packed) for packed in (True, False)],
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return world.in_layouts(LAYOUTS, replays, folder, reference.tokens(rows=4, length=12))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_routes_and_none_change_no_bit_and_other_routes_or_routes_one_token_late_do(answers, layout):
+    for answer in answers[layout]:
+        assert answer["own"] and answer["free"] and answer["nowhere"]
+        assert answer["other"] > 1e-2 and answer["late"] > 1e-2
+        assert answer["differing"][0] == 0 and answer["differing"][1] > 0.9
+
+
+def test_every_layout_records_the_same_routes(answers):
+    whole = answers["TP1"][0]["routes"]
+    for layout in LAYOUTS:
+        ranks, tensor, _ = world.LAYOUTS[layout]
+        rows = whole.chunk(ranks // tensor)
+        assert all(torch.equal(answer["routes"], rows[i // tensor]) for i, answer in enumerate(answers[layout]))
+
+
+# ------------------------------------------------------------------------------------------------ the load of experts
+
+LENGTHS = [7, 5, 4, 6]  # of rows; two and two share a prompt of 3 tokens, and the last token of a row is not routed
+
+
+def rows_to_train():
+    """(4, 7) tokens and the mask of those that are trained."""
+    tokens = reference.tokens(rows=4, length=7)
+    tokens[1::2, :3] = tokens[::2, :3]
+    places = torch.arange(7)
+    return tokens, ((places >= 3) & (places < torch.tensor(LENGTHS)[:, None])).float()
+
+
+def counted(parallel, path, packed):
+    """What RouterLoad counts in one of three passes over this rank's rows, of which the last two are a backward pass
+    that routes again and another forward pass; and the most rows of an expert rank / the mean."""
+    model, arch = load(path, parallel, recompute=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    load_of = routing_replay.RouterLoad(model, arch, parallel)
+    tokens, mask = (rows.chunk(parallel.data)[parallel.data_rank] for rows in rows_to_train())
+    tokens, mask = (torch.nn.functional.pad(rows, (0, 1)) for rows in (tokens, mask))  # 8: a multiple of tensor
+    line = packing.pack(tokens, mask, parallel.tensor) if packed else None
+
+    def logp():
+        return megatron_model.token_logprobs(model, tokens, mask, parallel, packing=line)[0]
+
+    with load_of.counting(SimpleNamespace(mask=mask, packing=line)):
+        found = logp()
+    found.sum().backward()
+    logp()
+    tokens_of = parallel.sum_over_ranks(load_of.sums)[:, :-1].sum(-1).tolist()  # in each layer, four experts a token
+    return tokens_of, load_of.metrics(), load_of.by_layer, load_of.fullest
+
+
+def load_by_hand(path, expert_ranks):
+    """The same from the inputs of transformers' MoE layers, token by token and layer by layer."""
+    model, layers = reference.load(path), []
+    tokens, _ = rows_to_train()
+    moe_layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for mlp in moe_layers:
+        tokens_of, sure = collections.Counter(), []
+
+        def count(module, args, mlp=mlp, tokens_of=tokens_of, sure=sure):
+            logits = (args[0] @ mlp.gate.weight.T)[0].double()
+            tokens_of.update(logits.topk(4, dim=-1).indices.flatten().tolist())
+            sure += logits.softmax(-1).amax(-1).tolist()
+
+        mlp.register_forward_pre_hook(count)
+        layers.append((tokens_of, sure))
+    with torch.no_grad():
+        for row, length in zip(tokens, LENGTHS, strict=True):
+            model(row[None, : length - 1])
+    by_layer, fullest = collections.defaultdict(list), 0.0
+    for tokens_of, sure in layers:
+        total = sum(tokens_of.values())
+        assert total == 4 * len(sure) == 4 * (sum(LENGTHS) - 4)
+        by_layer["moe/load_max"].append(max(tokens_of.values()) / (total / 16))
+        entropy = -sum(n / total * math.log(n / total) for n in tokens_of.values())
+        by_layer["moe/load_entropy"].append(entropy / math.log(16))
+        by_layer["moe/unused_frac"].append(1 - len(tokens_of) / 16)
+        by_layer["moe/confidence"].append(statistics.fmean(sure))
+        own = 16 // expert_ranks
+        on_rank = [sum(tokens_of[e] for e in range(first, first + own)) for first in range(0, 16, own)]
+        fullest = max(fullest, max(on_rank) * expert_ranks / total)
+    return dict(by_layer), fullest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout_packed_or_not(answers, folder, layout):
+    wanted, fullest = load_by_hand(folder, world.LAYOUTS[layout][2])
+    assert 0 < max(wanted["moe/unused_frac"]) <= 0.5 and min(wanted["moe/load_max"]) > 1.2
+    for answer in answers[layout]:
+        for tokens_of, metrics, by_layer, found_fullest in answer["load"]:
+            assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}
+            assert by_layer.keys() == metrics.keys() == wanted.keys()
+            for name, values in wanted.items():
+                assert by_layer[name] == pytest.approx(values, abs=6e-5), name
+                assert metrics[name] == pytest.approx(statistics.fmean(values), rel=1e-5), name
+            assert found_fullest == pytest.approx(fullest)
+
+
+# ------------------------------------------------------------------------------------------------ the router's gradient
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_weights_and_router_gradient_equal_the_dense_formula(norm_topk_prob):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    chosen = torch.rand(20, 8, generator=generator).argsort(-1)[:, :3]  # not the top ones
+    upstream = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    # dense: I_i exp(s_i) / sum_j I_j exp(s_j), or exp(s_i) / sum_j exp(s_j)
+    dense = logits.clone().requires_grad_()
+    indicator = torch.zeros_like(logits).scatter(1, chosen, 1.0)
+    among = indicator if norm_topk_prob else torch.ones_like(indicator)
+    gates = indicator * dense.exp() / (among * dense.exp()).sum(-1, keepdim=True)
+    (gates.gather(1, chosen) * upstream).sum().backward()
+    live = logits.float().requires_grad_()
+    weights = routing_replay.routing_weights(live, chosen, norm_topk_prob)
+    (weights * upstream).sum().backward()
+    torch.testing.assert_close(weights.double(), gates.gather(1, chosen), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(live.grad.double(), dense.grad, rtol=1e-4, atol=1e-6)
+    assert (live.grad.abs() > 0).any()
+    if norm_topk_prob:  # experts that were not chosen get no gradient; without renormalising, all get one
+        assert (live.grad[indicator == 0] == 0).all()
+    else:
+        assert (live.grad != 0).all()
+
+
+def router_gradients(parallel, path, tokens, recompute):
+    model, arch = load(path, parallel, recompute=recompute)
+    replay = routing_replay.RoutingReplay(model, arch, parallel)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    router = model.decoder.layers[arch.moe_layers.index(True)].mlp.router
+    router.weight.requires_grad_(True)
+    tokens, mask = my_rows(tokens, parallel)
+    shape = (*tokens.shape, sum(arch.moe_layers), arch.experts_per_token)
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(*shape[:3], arch.num_experts, generator=generator).argsort(-1)[..., : shape[3]].to(torch.uint8)
+    with replay.replaying(routes, torch.ones_like(tokens, dtype=torch.bool)):
+        megatron_model.token_logprobs(model, tokens, mask, parallel)[0].sum().backward()
+        uses = list(replay.uses)
+    return router.weight.grad, uses
+
+
+def test_replay_survives_activation_recompute(folder):
+    tokens = reference.tokens(rows=2, length=8)
+    plain, once = world.in_layouts(["TP1"], router_gradients, folder, tokens, False)["TP1"][0]
+    again, twice = world.in_layouts(["TP1"], router_gradients, folder, tokens, True)["TP1"][0]
+    assert plain.abs().max() > 0
+    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-7)
+    assert set(once) == {1} and set(twice) == {2}  # forward, and forward again inside the backward
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def exchanged(sizes, owner, needed_by):
+    rank = torch.distributed.get_rank()
+    shapes = {s: (size, 2, 3) for s, size in sizes.items()}
+
+    def record(sequence):
+        return torch.full(shapes[sequence], sequence, dtype=torch.uint8)
+
+    own = {s: record(s) for s in sizes if owner[s] == rank}
+    got = routing_replay.exchange(own, owner, needed_by, shapes, rank)
+    return {s: torch.equal(tensor, record(s)) for s, tensor in got.items()}
+
+
+def test_each_rank_gets_the_records_that_it_trains_and_no_others():
+    sizes = {0: 4, 1: 1, 2: 7, 3: 2, 9: 5}
+    owner = {0: 0, 1: 3, 2: 1, 3: 0, 9: 2}
+    needed_by = {0: [2, 3], 1: [0, 1], 2: [0, 1], 3: [0, 1], 9: [2, 3]}
+    results = world.run(4, exchanged, sizes, owner, needed_by)
+    for rank, got in enumerate(results):
+        assert got == {s: True for s, ranks in needed_by.items() if rank in ranks}
+
+
+# ----------------------------------------------------------------------------------------- sampler and trainer disagree
+
+# The policy does not change, so all evaluations must be those of the clean run.
+STILL = {"optim__lr": 1e-30, "train__steps": 2, "eval__every": 1, "loss__kl": "none"}
+DISTURBED = {"rounded": "rounded=3", "flips": "flips", "flips_r3": "flips", "noise": "noise=0.5"}
+
+
+def planted(faults: str) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for place, wrong in named_faults(faults):
+            patch.setattr(place, wrong(pkgutil.resolve_name(place)))
+
+    return plant
+
+
+@pytest.fixture(scope="module")
+def runs(model, tmp_path_factory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("runs")
+
+    def config(name: str, *off: str) -> training.Config:
+        mode = "r3" if "r3" in name else "off"
+        return training.config(model, out / name, **STILL, checks__off=("adapters", *off), replay__mode=mode)
+
+    cfgs = {"clean": config("clean")} | {name: config(name, "logp_gap") for name in DISTURBED}
+    jobs = {"clean": (lambda patch: None, cfgs["clean"], "TP1")}
+    jobs |= {name: (planted(fault), cfgs[name], "TP1") for name, fault in DISTURBED.items()}
+    checked = {f"{name}, checked": (planted(DISTURBED[name]), config(f"{name}_checked"), "TP1") for name in DISTURBED}
+    ended = training.raised_each(jobs | checked)
+    assert all(ended[name] == [(InputError, "")] for name in jobs), ended
+    for name in checked:
+        ((kind, message),) = ended[name]
+        if "r3" in name:
+            assert message == ""
+        else:
+            assert kind is Tripped and message.startswith("checks.logp_gap: step 1: sampler and trainer differ by ")
+    return {name: training.only_run(cfg) for name, cfg in cfgs.items()}
+
+
+@pytest.mark.nightly
+def test_a_disturbed_sampler_is_far_from_the_trainer_and_a_replay_of_its_routes_brings_it_back(runs) -> None:
+    """The fixture has shown that the check logp_gap stops these runs, unless it is off."""
+    gaps = {name: training.metrics(run)[1]["rollout/logp_gap_mean"] for name, run in runs.items()}
+    assert min(gaps["rounded"], gaps["flips"], gaps["noise"]) > 1e-3 > 1e-4 > max(gaps["flips_r3"], gaps["clean"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DISTURBED)
+def test_evaluations_are_those_of_the_trained_policy_to_the_last_bit(runs, name: str) -> None:
+    for file in ("eval.jsonl", "eval_outcomes.jsonl"):
+        assert (runs[name] / file).read_bytes() == (runs["clean"] / file).read_bytes()
+    evaluations = (runs["clean"] / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2]
+    sampled = [(runs[label] / "completions.jsonl").read_text() for label in (name, "clean")]
+    assert sampled[0] != sampled[1], "control: the disturbance changes what is sampled for training"

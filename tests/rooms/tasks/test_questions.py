@@ -1,0 +1,750 @@
+"""Questions of files and their prompts, and generated arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import data_gsm8k
+from facts.exits import InputError
+from inputs.config import load_config
+from knobs import DataConfig
+from tasks import arithmetic, question_files
+from tasks.question_files import Row
+from weights import tiny_model
+from weights.tiny_model import build_tokenizer
+
+# ------------------------------------------------------------------------------------------------ questions and prompts
+# Data: every gold answer of real GSM8K parses, malformed rows are refused by file and row, conversion loses nothing,
+# and a step's questions depend on (seed, step) alone. A prompt has its system turn, its worked examples and its
+# question.
+#
+# What the command says of files that it cannot use: test_bad_input.py.
+
+ROWS = [
+    {"question": "Mia has 3 pens \u2028and {2} more. How many?", "answer": "3 + 2 = 5\n#### 5"},
+    {"question": "Ben had 1,200 coins; he lost 3 £. How many are left?\n", "answer": "1,200 - 3 = 1,197\n#### 1,197"},
+    {"question": "Wie viele Äpfel sind −1 und 0.5?", "answer": "-1 + 0.5 = -0.5\n#### -0.5"},
+]
+
+
+def make_model_dir(folder: Path) -> Path:
+    """A model's folder without weights: a tokenizer whose chat template is ChatML, and config.json."""
+    pairs = arithmetic.examples(1500, heldout=False, seed=1, low=1, high=49)
+    build_tokenizer((f"user\n{question}\nassistant\n{answer}" for question, answer in pairs), 400, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    return folder
+
+
+def data(**keys: Any) -> DataConfig:
+    """The section data; the questions are generated unless ``keys`` says otherwise."""
+    return DataConfig(**{"source": "arithmetic", **keys})
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path) -> Any:
+    return data_gsm8k.load_tokenizer(model_dir)
+
+
+def write_parquet(path: Path, rows: list[Any]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    return [(row.question, row.answer) for row in question_files.read(path)[0]]
+
+
+# ----------------------------------------------------------------------------------------------------------- real GSM8K
+@pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
+def test_every_row_of_real_gsm8k_has_a_gold_number(
+    split: str, count: int, first: str, gsm8k: Path, tokenizer: Any
+) -> None:
+    path = gsm8k / f"{split}.jsonl"
+    section = data(source="gsm8k", max_prompt_tokens=1000, **{f"{split}_path": str(path)})
+    questions = data_gsm8k.load(section, split, tokenizer, seed=0)
+    assert len(questions) == count and "dropped 0" in questions.description
+    assert questions[0].gold == first
+    for question in questions:  # the number after the mark, read without the module's help
+        assert int(question.gold) == int(question.answer[question.answer.rindex("####") + 4 :].replace(",", ""))
+
+
+# ---------------------------------------------------------------------------------------------------------------- forms
+def chat(row: dict[str, str], **more: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    return {"messages": turns, **more}
+
+
+FORMS = {
+    "columns": ROWS,
+    "capitals": [{"Question": row["question"], "Answer": row["answer"]} for row in ROWS],
+    "chat": [chat(row) for row in ROWS],
+    "chat with worked answer": [chat(row, answer=row["answer"]) for row in ROWS],
+    "chat with bare answer": [chat(row, answer=row["answer"].split("#### ")[1]) for row in ROWS],
+    "user turn and answer": [{"messages": chat(row)["messages"][:1], "answer": row["answer"]} for row in ROWS],
+    "verl": [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": row["question"] + " Let us think."}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"].split("#### ")[1].replace(",", "")},
+            "extra_info": {"split": "train", "index": index, **row},
+        }
+        for index, row in enumerate(ROWS)
+    ],
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: Path) -> None:
+    path = (write_jsonl if ending == "jsonl" else write_parquet)(tmp_path / f"rows.{ending}", FORMS[form])
+    assert read_pairs(path) == [(row["question"], row["answer"]) for row in ROWS]
+
+
+# ----------------------------------------------------------------------------------------------------- equal questions
+@pytest.mark.parametrize(
+    "other",
+    [
+        "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000",
+        "\uff2dia \u200b has \uff13 pens\uff0e How many?",
+        "Mia\u2800 has\u2065 3\ufe0f pens\u034f\U000e0080. \u202eHow\u202c\ufff0 many?\u0008",
+    ],
+)
+def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path) -> None:
+    first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
+    path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
+    assert read_pairs(path) == [(first["question"], first["answer"])]  # one answer: the first row stands for both
+    write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
+    with pytest.raises(
+        InputError, match="train.jsonl, row 3: answer: 4; .*train.jsonl, row 2 has the same question with 3; need"
+    ):
+        question_files.read(path)
+    write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Row.worked(**first)])
+
+
+@pytest.mark.parametrize("form", ["columns", "verl"])
+def test_copies_of_a_question_are_asked_and_counted_once(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    """AIME's 30 questions, for example, are published 32 times each. A row's other columns may differ."""
+    copies = [row | {"index": place} for place in range(32) for row in FORMS[form]]
+    files = [str(write_jsonl(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate((copies[:50], copies[50:]))]
+    section = data(source="gsm8k", train_path=files, test_path=files)
+    for split in ("train", "test"):
+        loaded = data_gsm8k.load(section, split, tokenizer, seed=0)
+        assert [(one.question, one.answer) for one in loaded] == [(row["question"], row["answer"]) for row in ROWS]
+        assert "3 questions from " in loaded.description and "; 96 rows, 3 different questions); " in loaded.description
+        assert len({one.question for one in loaded.pick(7, 3)}) == 3
+    few = data_gsm8k.read(section.model_copy(update={"num_train": 2}), "train")[2]
+    assert few.endswith("96 rows, 3 different questions; 2 of 3, evenly spaced")
+    with pytest.raises(InputError, match="data.num_train: found 4; .*: 96 rows, 3 different questions; needed: no"):
+        data_gsm8k.read(section.model_copy(update={"num_train": 4}), "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [  # as TRL, ms-swift and slime publish them
+        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt", "completion")),
+        ({"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": "4"}, ("prompt", "completion")),
+        ({"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}, ("messages", "solution")),
+        ({"problem": "2 + 2?", "solution": "4"}, ("problem", "solution")),
+        ({"prompt": [{"role": "user", "content": "2 + 2?"}], "label": 4}, ("prompt", "label")),
+        ({"question": "2 + 2?", "answer": "4"}, ("question", "answer")),
+    ],
+)
+def test_the_message_about_other_columns_names_what_reads_them(row: dict, columns: tuple, tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(InputError, match="row 1: .*; data.source=file reads any other question and answer, whose col"):
+        data_gsm8k.read(data(source="gsm8k", train_path=path), "train")
+    (read,) = data_gsm8k.read(own(path, *columns), "train")[0]
+    assert (read.question, read.gold) == ("2 + 2?", "4")
+
+
+# ------------------------------------------------------------------------------------------------------- malformed rows
+def line(row: Any) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+GOOD = line(ROWS[0])
+USER = {"role": "user", "content": "1+1?"}
+MALFORMED = {
+    "missing column": (
+        GOOD + line({"question": "1+1?"}),
+        r", row 2: answer: missing or null; found the columns question; data.source=file reads ",
+    ),
+    "unknown form": (line({"input": "1+1?", "output": "2"}), r", row 1: found the columns input, output; needed: "),
+    "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; needed: .*'#### '"),
+    "empty question": (
+        GOOD + GOOD + line({**ROWS[0], "question": " \n"}),
+        r", row 3: question: found an empty text; data.source=file reads ",
+    ),
+    "answer null": (
+        line({**ROWS[0], "answer": None}),
+        r", row 1: answer: missing or null; found the columns question, answer; data.source=file reads ",
+    ),
+    "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
+    "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: not one JSON .*byte 0xff in position 14"),
+    "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),
+    "empty file": (b"", r"rows\.jsonl: no rows found"),
+    "chat: two user turns": (
+        line({"messages": [{"role": "system", "content": "Hi"}, USER, USER], "answer": "#### 2"}),
+        r", row 1: messages: found the turns system, user, user; needed: system or not, then user and assistant by",
+    ),
+    "chat: no user turn": (
+        line({"messages": [{"role": "system", "content": "Hi"}], "answer": "#### 2"}),
+        r", row 1: messages: found the turns system; needed: ",
+    ),
+    "chat: unmarked turn": (
+        line({"messages": [USER, {"role": "assistant", "content": "two"}]}),
+        r"row 1: answer: found 'two'",
+    ),
+    "chat: two answers": (
+        line(chat(ROWS[0], answer="6")),
+        r", row 1: two different answers: the assistant turn says 5, answer says 6; data.source=file reads ",
+    ),
+    "verl: two answers": (
+        line({"prompt": [USER], "extra_info": {"answer": "#### 2"}, "reward_model": {"ground_truth": "3"}}),
+        r", row 1: two different answers: extra_info.answer says 2, reward_model.ground_truth says 3; data.source=file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_row_is_refused_by_file_and_row(case: str, tmp_path: Path) -> None:
+    content, message = MALFORMED[case]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        question_files.read(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_flipped_byte_in_a_parquet_file_with_checksums_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"1,197")] ^= 1  # in a page, where only the checksum can tell
+    (tmp_path / "flipped.parquet").write_bytes(content)
+    with pytest.raises(InputError, match="flipped.parquet: not a readable parquet file"):
+        question_files.read(tmp_path / "flipped.parquet")
+
+
+# ------------------------------------------------------------------------------------------------- files of any columns
+MATH = [  # rows of the form of MATH-500, made up
+    {"problem": "What is $\\frac{1}{2}+\\frac14$?", "answer": " \\frac{3}{4}\n", "level": 2, "unique_id": "a.json"},
+    {"problem": "Which digits? {0}", "answer": "025", "level": 5, "unique_id": "test/b.json"},
+]
+
+
+def own(path: str | list[str], question: str = "problem", answer: str = "answer", **keys: Any) -> DataConfig:
+    return data(source="file", train_path=path, columns={"question": question, "answer": answer}, **keys)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "json", "json with one list"])
+def test_columns_of_any_name_give_the_text_as_the_gold_answer_and_all_columns_to_the_reward(
+    ending: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.{ending.split()[0]}"
+    if path.suffix == ".json":
+        path.write_text(json.dumps({"version": "1", "rows": MATH} if "with" in ending else MATH))
+    else:
+        (write_jsonl if ending == "jsonl" else write_parquet)(path, MATH)
+    number = {"problem": "2 + 2?", "answer": 4, "level": None}
+    more = write_jsonl(tmp_path / "more.jsonl", [MATH[0], number])
+    loaded = data_gsm8k.load(own([str(path), str(more)], instruction="Go."), "train", tokenizer, seed=0)
+    assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "4"]
+    assert [one.row for one in loaded] == [*MATH, number]
+    assert tokenizer.decode(loaded[1].prompt).endswith(f"{MATH[1]['problem']} Go.<|im_end|>\n<|im_start|>assistant\n")
+    form = "columns problem and answer; 4 rows, 3 different questions"
+    assert f"3 questions from {path}, {more} ({form})" in loaded.description
+
+
+def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "and 2+2?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows = [
+        {"messages": messages, "reward_model": {"ground_truth": 4.5}, "reward_model.style": "rule"},
+        {
+            "messages": [*messages[1:], {"role": "assistant", "content": "It is 7."}],
+            "reward_model": {"ground_truth": "7"},
+            "reward_model.style": "rule",
+        },
+    ]
+    rows[1]["messages"][2] = {"role": "user", "content": "and 3+4?"}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    section = own(path, "messages", "reward_model.ground_truth", instruction="Go.")
+    one, other = data_gsm8k.load(section, "train", tokenizer, seed=0)
+    assert (one.gold, other.gold, one.question) == ("4.5", "7", "1+1?\n\n2\n\nand 2+2?") and one.row == rows[0]
+    template = "<|im_start|>{}\n{}<|im_end|>\n"
+    talk = [*turns[:-1], ("user", "and 2+2? Go.")]
+    assert tokenizer.decode(one.prompt) == "".join(template.format(*turn) for turn in talk) + "<|im_start|>assistant\n"
+    assert "It is 7." not in tokenizer.decode(other.prompt)  # a last assistant turn would give the answer away
+    assert (
+        question_files.read(Path(path), {"question": "messages", "answer": "reward_model.style"})[0][0].gold == "rule"
+    )
+    with pytest.raises(InputError, match=r"data.system: the question 'and 2\+2\?' has a system turn; needed: one of"):
+        data_gsm8k.load(own(path, "messages", "reward_model.ground_truth", system="Hi"), "train", tokenizer, seed=0)
+    # The same reader for GSM8K's forms, whose gold answer is the number after the mark.
+    write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
+    (marked,) = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
+    assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.row["answer"] == "so\n#### 4"
+
+
+def test_a_number_of_training_questions_is_taken_evenly_from_all_files_and_leaves_the_held_out_ones(
+    tmp_path: Path,
+) -> None:
+    """Files are often in an order, such as that of subjects, so the first rows would not stand for all of them."""
+    paths = [
+        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"problem": f"{name} {n}?", "answer": n} for n in range(count)]))
+        for name, count in (("a", 4), ("b", 6))
+    ]
+    chosen = own(paths, num_train=4, test_path=paths)
+    rows, _, form = data_gsm8k.read(chosen, "train")
+    assert [row.question for row in rows] == ["a 0?", "a 2?", "b 1?", "b 3?"] and form.endswith(
+        "4 of 10, evenly spaced"
+    )
+    assert len(data_gsm8k.read(chosen, "test")[0]) == 10
+    assert data_gsm8k.read(own(paths, num_train=10), "train")[0] == data_gsm8k.read(own(paths), "train")[0]
+    with pytest.raises(InputError, match=r"data.num_train: found 11; .*b.jsonl: 10 rows"):
+        data_gsm8k.read(own(paths, num_train=11), "train")
+
+
+def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Path) -> None:
+    asked, shots = (str(write_jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(MATH))
+    (one,) = data_gsm8k.load(own(asked, few_shot_path=shots), "train", tokenizer, seed=0)
+    assert f"{MATH[1]['problem']}<|im_end|>\n<|im_start|>assistant\n025<|im_end|>\n" in tokenizer.decode(one.prompt)
+    with pytest.raises(InputError, match="which is asked as well"):
+        data_gsm8k.load(own(asked, few_shot_path=asked), "train", tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "1?"}, "row 2: answer: missing or null; found the columns problem$"),
+        ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
+        ({"problem": "1?", "answer": [1]}, r"row 2: answer: found \[1\]; needed: a text"),
+        ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
+        ({"problem": {"a": 1}, "answer": "1"}, "row 2: problem: found {'a': 1}; needed: a text"),
+        ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; needed"),
+        ({"problem": "which DIGITS? {0}", "answer": "25"}, None),  # the same number
+        (
+            {"problem": "which DIGITS? {0}", "answer": "x"},
+            "row 2: answer: x; {first}, row 2 has the same question with 025",
+        ),
+    ],
+)
+def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", MATH)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Last?", "answer": 1}, row])
+    columns = {"question": "problem", "answer": "answer"}
+    if message is None:
+        assert len(question_files.read((str(first), str(path)), columns)[0]) == 3
+        return
+    with pytest.raises(InputError, match=f"{path}, {message.replace('{first}', str(first))}"):
+        question_files.read((str(first), str(path)), columns)
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '{"a": [], "b": []}', "3", "["])
+def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
+        question_files.read(tmp_path / "rows.json", {"question": "problem", "answer": "answer"})
+
+
+# ----------------------------------------------------------------------------------------------------------------- pick
+def make_questions(num: int, seed: int = 0) -> data_gsm8k.Questions:
+    return data_gsm8k.Questions([data_gsm8k.Question(str(i), "", "", []) for i in range(num)], seed)
+
+
+@pytest.mark.parametrize(("num", "count"), [(10, 3), (5, 8), (100, 32)])
+def test_every_epoch_asks_every_question_once(num: int, count: int) -> None:
+    questions = make_questions(num)
+    steps = -(-4 * num // count)
+    asked = [question.question for step in range(steps) for question in questions.pick(step, count)]
+    for epoch in range(4):
+        assert sorted(map(int, asked[epoch * num : (epoch + 1) * num])) == list(range(num))
+
+
+def test_pick_is_a_function_of_seed_and_step() -> None:
+    asked = {step: make_questions(50).pick(step, 8) for step in (9, 3, 0)}  # no order, no memory
+    walked = make_questions(50)
+    assert [walked.pick(step, 8) for step in range(10)][9] == asked[9]
+    assert make_questions(50).pick(3, 8) == asked[3]
+    assert make_questions(50, seed=1).pick(0, 50) != make_questions(50).pick(0, 50)
+    assert make_questions(50).pick(0, 50) != make_questions(50).pick(1, 50)
+    # Fixed for good: a run resumed by another version must go on with the same questions.
+    assert "".join(question.question for question in make_questions(10).pick(0, 10)) == "2714069835"
+
+
+def test_further_rounds_ask_what_the_step_has_not_asked_and_depend_on_seed_step_and_round() -> None:
+    def more(questions: data_gsm8k.Questions, step: int, round_: int, count: int) -> str:
+        return "".join(q.question for q in questions.pick_more(step, round_, count, questions.pick(step, 4)))
+
+    questions = make_questions(10)
+    assert sorted(more(questions, 3, 1, 99)) == sorted({*"0123456789"} - {q.question for q in questions.pick(3, 4)})
+    assert more(questions, 3, 1, 99)[:2] == more(make_questions(10), 3, 1, 2) and more(questions, 3, 1, 0) == ""
+    others = (
+        more(questions, 3, 1, 6),
+        more(questions, 3, 2, 6),
+        more(questions, 4, 1, 6),
+        more(make_questions(10, 1), 3, 1, 6),
+    )
+    assert len(set(others)) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+def test_a_range_that_cannot_be_split_is_refused() -> None:
+    """Of the pairs of one operand with itself, most are for training and some are held out, so one side is empty."""
+    sides = {arithmetic.held_out(low, low): low for low in range(60)}
+    assert sides.keys() == {True, False}
+    for side, low in sides.items():
+        with pytest.raises(InputError, match=f"{low} to {low} has no (test|training) pair"):
+            arithmetic.examples(9, side, 0, low, low)
+        with pytest.raises(InputError, match="has no (test|training) pair"):  # not an endless loop
+            arithmetic.problem(random.Random(0), low, low, heldout=not side)
+
+
+# ------------------------------------------------------------------------------------------------ tokenizer and prompts
+def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
+    tokenizer: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    again = make_model_dir(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (again / name).read_bytes() == (model_dir / name).read_bytes()
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("has 1234 pens", add_special_tokens=False)["input_ids"])
+    assert [token for token in tokens if any(c.isdigit() for c in token)] == ["1", "2", "3", "4"]
+    for text in ("37 - 25 = 12\n#### 12", "Äpfel − £ 🍎 \u2028\n\n  x", ROWS[1]["question"]):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2) and len(tokenizer) <= 400
+
+
+def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer: Any) -> None:
+    for row in ROWS:
+        messages = [{"role": "user", "content": row["question"]}]
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        assert data_gsm8k.prompt_ids([("user", row["question"])], tokenizer, data()) == ids
+
+
+def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    section = data(source="gsm8k", train_path=path)
+    prompts = [question.prompt for question in data_gsm8k.load(section, "train", tokenizer, seed=0)]
+    assert prompts[0] != prompts[1]
+    real = data_gsm8k.prompt_ids
+    same = [("user", "What is 7 + 1?")]
+    monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda turns, **rest: real(same, **rest))
+    with pytest.raises(InputError, match=r"'What is 1 \+ 1\?' and 'What is 2 \+ 1\?' become the same prompt"):
+        data_gsm8k.load(section, "train", tokenizer, seed=0)
+
+
+def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"question": "pens " * n + "?", "answer": "#### 1"} for n in (3, 90, 1, 50)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+
+    def load(**keys: Any) -> data_gsm8k.Questions:
+        return data_gsm8k.load(data(source="gsm8k", train_path=path, **keys), "train", tokenizer, seed=0)
+
+    lengths = [len(question.prompt) for question in load()]
+    assert lengths[1] > lengths[3] > lengths[0] > lengths[2]
+    assert len(load(max_prompt_tokens=lengths[1])) == 4  # the limit itself still fits
+    message = rf"2 of 4 prompts .* data.max_prompt_tokens = 40; the longest \(question 2\) has {lengths[1]} tokens"
+    with pytest.raises(InputError, match=message):
+        load(max_prompt_tokens=40)
+    kept = load(max_prompt_tokens=40, overlong_prompts="drop")
+    assert [question.question for question in kept] == [
+        rows[0]["question"],
+        rows[2]["question"],
+    ] and "dropped 2" in kept.description
+    with pytest.raises(InputError, match="4 of 4 prompts are longer"):
+        load(max_prompt_tokens=2, overlong_prompts="drop")
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tokenizer: Any, tmp_path: Path) -> None:
+    def stops(content: str) -> set[int]:
+        (tmp_path / "generation_config.json").write_text(content)
+        return data_gsm8k.stop_token_ids(tmp_path, tokenizer)
+
+    assert data_gsm8k.stop_token_ids(tmp_path, tokenizer) == {2}
+    assert stops('{"eos_token_id": 0}') == {0, 2}
+    assert stops('{"eos_token_id": [2, 0, 7]}') == {0, 2, 7}
+    assert stops('{"eos_token_id": null}') == stops("{}") == {2}
+    for content in ("[]", "{", '{"eos_token_id": [true]}', '{"eos_token_id": -1}'):
+        with pytest.raises(InputError, match="generation_config.json"):
+            stops(content)
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(InputError, match="names an EOS token"):
+        data_gsm8k.stop_token_ids(tmp_path, SimpleNamespace(eos_token_id=None))
+
+
+def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="absent: no such directory"):
+        data_gsm8k.load_tokenizer(tmp_path / "absent")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes()[:-100])
+    with pytest.raises(InputError, match="the tokenizer cannot be loaded") as caught:
+        data_gsm8k.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------- the parts before the question
+EXAMPLES = [Row.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"), Row.worked("What is 3 - 1?", "3 - 1 = 2\n#### 2")]
+ASKED = [("user", "1+1?")]
+# As hybrid models do it: without thoughts wanted, the answer begins with an empty thought.
+HYBRID = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def test_system_turn_and_worked_examples_come_before_the_question(tokenizer: Any, tmp_path: Path) -> None:
+    """As earlier turns of the chat, each question with the instruction; a file of its own, and a run's few lines."""
+    rows = [row.columns for row in EXAMPLES]
+    shots = str(write_jsonl(tmp_path / "shots.jsonl", rows))
+    asked = str(write_jsonl(tmp_path / "rows.jsonl", [{"question": "What is 5 + 1?", "answer": "#### 6"}]))
+    section = data(source="gsm8k", train_path=asked, few_shot_path=shots, system="Be brief.", instruction="Go.")
+    loaded = data_gsm8k.load(section, "train", tokenizer, seed=0)
+    assert tokenizer.decode(loaded[0].prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2 + 2? Go.<|im_end|>\n<|im_start|>assistant\n2 + 2 = 4\n#### 4<|im_end|>\n"
+        "<|im_start|>user\nWhat is 3 - 1? Go.<|im_end|>\n<|im_start|>assistant\n3 - 1 = 2\n#### 2<|im_end|>\n"
+        "<|im_start|>user\nWhat is 5 + 1? Go.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_without_a_chat_template_examples_follow_the_plain_one(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(system="Be brief."), EXAMPLES[:1]))
+    assert text == "Be brief.\n\nQuestion: What is 2 + 2?\nAnswer: 2 + 2 = 4\n#### 4\n\nQuestion: 1+1?\nAnswer:"
+
+
+def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = HYBRID
+    end = "<|im_start|>assistant\n"
+    for kwargs, tail in (({}, end), ({"enable_thinking": False}, end + "<think>\n\n</think>\n\n")):
+        text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs=kwargs)))
+        assert text == f"<|im_start|>user\n1+1?<|im_end|>\n{tail}"
+
+
+SWITCHES = [  # how a template asks whether it is true; a choice among texts, which is none
+    ("qwen3", HYBRID),
+    (
+        "deepseek",
+        "{% if not enable_thinking is defined %}{% set enable_thinking = true %}{% endif %}{% if enable_thinking %}",
+    ),
+    ("smollm3", "{{ '/think' if (enable_thinking) else '/no_think' }}{% if enable_thinking and x is defined %}"),
+]
+CHOICE = "{% if enable_thinking == 'off' %}<think></think>{% else %}{{ enable_thinking }}{% endif %}"
+
+
+@pytest.mark.parametrize("value", ["false", "False", "no", "off", "True", "disabled", "", 0, 1, None, [], 0.0])
+@pytest.mark.parametrize(("name", "template"), SWITCHES)
+def test_a_switch_of_a_template_takes_true_or_false_alone(name: str, template: str, value: Any, tokenizer: Any) -> None:
+    """A template takes every text for true, and 0 is not false for `is false`: the model would go on thinking."""
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match="data.chat_template_kwargs.enable_thinking: expected true or false, found "):
+        data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs={"enable_thinking": value}))
+
+
+@pytest.mark.parametrize(("value", "fits"), [("off", True), ("high", True), (3, True), ("false", False), ("on", False)])
+def test_a_template_may_choose_by_text(value: Any, fits: bool, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + CHOICE
+    section = data(chat_template_kwargs={"enable_thinking": value})
+    if fits:
+        shown = "<think></think>" if value == "off" else str(value)
+        assert tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, section)) == f"1+1?{shown}"
+        return
+    with pytest.raises(InputError, match="expected true or false, found"):
+        data_gsm8k.prompt_ids(ASKED, tokenizer, section)
+
+
+UNFIT = {  # template, section, message
+    "user turn": ("{{ messages[0]['content'][:20] }}", {}, "leaves out the text of a user turn, or a part of it: 'Tom"),
+    # Some models have no system turn, and their templates drop it without a word.
+    "system turn": (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+        {"system": "Be brief."},
+        "leaves out the text of a system turn, .*: 'Be",
+    ),
+    "a misspelled name": (
+        HYBRID,
+        {"chat_template_kwargs": {"enable_thinkin": False}},
+        r"data.chat_template_kwargs.enable_thinkin: the model's chat template does not read it",
+    ),
+    "the clock": (
+        HYBRID + "{% if date is not defined %}{% set date = strftime_now('%H:%M') %}{% endif %}{{ date }}",
+        {},
+        r"the chat template fails \(strftime_now\('%H:%M'\): its prompts depend on the clock",
+    ),
+    "chance": (HYBRID + "{{ ['a', 'b'] | random }}", {}, "the chat template draws at random"),
+    "a name of transformers": (HYBRID, {"chat_template_kwargs": {"messages": []}}, "the chat template fails"),
+    "no template": (
+        None,
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "found enable_thinking; needed: none, this tokenizer has no chat template",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_template_that_ignores_what_it_is_given_is_refused(case: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, section, message = UNFIT[case]
+    with pytest.raises(InputError, match=message):
+        data_gsm8k.prompt_ids([("user", "Tom buys 24 shells on Monday.")], tokenizer, data(**section))
+
+
+def test_a_date_that_the_configuration_gives_needs_no_clock(tokenizer: Any) -> None:
+    tokenizer.chat_template = UNFIT["the clock"][0]
+    text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs={"date": "26 Jul"})))
+    assert text.endswith("<|im_start|>assistant\n26 Jul")
+
+
+# ------------------------------------------------------------------------------------------------- generated arithmetic
+# Generated problems of one and of several operations, the teacher's answers to them, and the drills of the warm start.
+#
+# What one operation gives is fixed for good by digests: the figures of README.md and the records rest on those
+# questions. Everything else is recomputed here from the wording of a question, not with the functions under test.
+
+MANY = (1, 3)
+LINE = re.compile(r"(\d+) ([+-]) (\d+) = (\d+)")
+MORE, LESS = r"finds|puts in|buys|come|brings|picks up|wins", r"gives away|takes out|lost|borrows|sells|drops"
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def recomputed(question: str) -> list[tuple[int, str, int, int]]:
+    """(number, sign, operand, result) of every operation, from the wording of a question."""
+    sentences = [one for one in re.split(r"(?<=\.) ", question) if not one.startswith("How many")]
+    if " box." in sentences[0]:  # "There are 3 pens in a box. Tom puts in 4 more."
+        sentences[:2] = [" ".join(sentences[:2])]
+    (x, y), lines = map(int, re.findall(r"\d+", sentences[0])), []
+    for sentence in sentences:
+        if lines:
+            x, (y,) = lines[-1][3], map(int, re.findall(r"\d+", sentence))
+        sign = "+" if re.search(MORE, sentence) else "-"
+        assert (sign == "-") == bool(re.search(LESS, sentence)) or "get lost" in sentence
+        lines.append((x, sign, y, x + y if sign == "+" else x - y))
+    return lines
+
+
+def parsed(answer: str) -> list[tuple[int, str, int, int]]:
+    """The lines of an answer, after a look at its form: a line for every operation, then the last result."""
+    *lines, last = answer.split("\n")
+    found = [LINE.fullmatch(line).groups() for line in lines]
+    assert last == f"#### {found[-1][3]}"
+    return [(int(x), sign, int(y), int(result)) for x, sign, y, result in found]
+
+
+def held_out_lines(lines: list[tuple[int, str, int, int]]) -> list[bool]:
+    return [arithmetic.held_out(x, y) for x, _, y, _ in lines]
+
+
+def test_one_operation_gives_the_questions_and_the_warm_start_that_it_always_gave() -> None:
+    """Digests of commit 840b191, before there were several operations."""
+    assert digest(arithmetic.examples(4096, False, 0, 1, 49)) == "4cae48852fe71a4b"
+    assert digest(arithmetic.examples(1024, True, 0, 1, 49)) == "5cdf06fc446c90c9"
+    rng, made = random.Random(0), []
+    for _ in range(500):
+        problem = arithmetic.problem(rng, 1, 49, heldout=False)
+        answer = tiny_model.sloppy_solution(problem, rng, 0.35, 0.55)
+        made.append((problem.question, arithmetic.solution(problem.lines), answer, tiny_model.drill(rng, 1, 49)))
+    assert digest(made) == "513acb8823920ac9"
+    assert rng.random() == 0.673722966036232, "as many random numbers as before"
+
+
+def test_the_recipe_of_an_older_model_is_still_that_of_one_operation() -> None:
+    one, many = load_config("configs/tiny_cpu.yaml"), load_config("configs/bench.yaml")
+    older, newer = (tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens) for cfg in (one, many))
+    assert older.keys() == {"tiny_model", "config", "operands"}
+    assert newer["operations"] == [1, 3]
+
+
+def test_answers_of_several_operations_are_right_and_of_every_length() -> None:
+    pairs = arithmetic.examples(1500, True, 0, 1, 30, MANY)
+    assert len({question for question, _ in pairs}) == 1500
+    lengths = Counter()
+    for question, answer in pairs:
+        lines = parsed(answer)
+        assert lines == recomputed(question)
+        assert all(1 <= y <= 30 for _, _, y, _ in lines) and all(0 <= result <= 99 for *_, result in lines)
+        lengths[len(lines)] += 1
+    assert sorted(lengths) == [1, 2, 3]
+    assert min(lengths.values()) > 400, "drawn evenly: 500 each, a standard deviation is 18"
+
+
+@pytest.mark.parametrize(("low", "high", "operations"), [(1, 30, (1, 3)), (0, 12, (2, 2))])
+def test_a_held_out_problem_begins_with_a_held_out_pair_and_a_training_problem_has_none(low, high, operations) -> None:
+    for _, answer in arithmetic.examples(800, True, 3, low, high, operations):
+        assert held_out_lines(parsed(answer))[0]
+    for _, answer in arithmetic.examples(800, False, 3, low, high, operations):
+        assert not any(held_out_lines(parsed(answer)))
+
+
+def test_the_benchmark_asks_every_held_out_pair() -> None:
+    cfg = load_config("configs/bench.yaml")
+    low, high = arithmetic.LOWEST_OPERAND, cfg.data.operand_high
+    pairs = {(x, y) for x in range(low, high + 1) for y in range(x, high + 1) if arithmetic.held_out(x, y)}
+    asked = {tuple(sorted(parsed(row.answer)[0][0:3:2])) for row in data_gsm8k.read(cfg.data, "test")[0]}
+    assert len(pairs) == 57 and asked == pairs
+
+
+def test_the_warm_start_never_computes_with_a_held_out_pair() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        problem = arithmetic.problem(rng, 1, 30, False, MANY)
+        assert not any(held_out_lines(parsed(tiny_model.sloppy_solution(problem, rng, 0.36, 0.58))))
+        assert tiny_model.sloppy_solution(problem, rng, 1.0, 0.0) == arithmetic.solution(problem.lines)
+        text, completion = tiny_model.drill(rng, 1, 30, MANY)
+        ((x, sign, y, result),) = lines = parsed(f"{text}{completion}\n####{completion[2:]}")
+        assert not any(held_out_lines(lines)) and result == (x + y if sign == "+" else x - y) and 0 <= result <= 99
+
+
+def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alike() -> None:
+    rng, right, wrong, lines_seen = random.Random(0), Counter(), Counter(), Counter()
+    for _ in range(4000):
+        problem = arithmetic.problem(rng, 1, 30, False, (3, 3))
+        answer = parsed(tiny_model.sloppy_solution(problem, rng, 0.36, 0.58))
+        before = problem.lines[0][0]
+        for place, ((x, sign, y, result), (_, asked, operand, _)) in enumerate(zip(answer, problem.lines, strict=True)):
+            assert {x, y} == {before, operand}
+            true = x + y if sign == "+" else x - y
+            assert result == true or abs(result - true) in (1, 10)
+            right[place] += result == true and sign == asked
+            wrong[place] += result == true and sign != asked
+            before = result
+            lines_seen[place] += 1
+    # In an eighth of the problems the other operation leads to a held-out pair in the next one and is drawn again.
+    # There the teacher is right with 0.36 / (0.36 + 0.06): 7/8 x 0.36 + 1/8 x 0.857 = 0.42, and wrong with 7/8 x 0.58.
+    for place, (by_hand, other) in enumerate([(0.42, 0.51), (0.42, 0.51), (0.36, 0.58)]):
+        assert right[place] / lines_seen[place] == pytest.approx(by_hand, abs=0.03), place
+        assert wrong[place] / lines_seen[place] == pytest.approx(other, abs=0.03), place
+
+
+@pytest.mark.nightly
+def test_more_questions_of_several_operations_than_there_are_is_refused(monkeypatch) -> None:
+    """Operands 1 to 7 have one held-out pair, {1, 7}: 3 ways to begin x 3 templates x 64 names and items x the rest."""
+    monkeypatch.setattr(data_gsm8k, "MOST_DRAWS", 1000)
+    with pytest.raises(InputError, match="data.num_test: found 1000000; operands 1 to 7 give about [0-9]+ different"):
+        arithmetic.examples(10**6, True, 0, 1, 7, (2, 2))

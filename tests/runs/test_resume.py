@@ -1,0 +1,500 @@
+"""A resumed run is the run that was not interrupted, wherever it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import agents
+import apart
+import pytest
+import torch
+import training
+import world
+from breaking import flip_a_bit
+from killed import in_child, kill_me_at
+from launched import ROOT
+from pytest import MonkeyPatch
+from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
+from tiers import asked, ci, nightly
+from training import config, make_model
+
+import train_grpo
+from facts.exits import InputError
+from inputs.config import to_dict, to_yaml
+from knobs import Config
+from parallel_setup import Parallel
+from runlog import log as runlog
+from runlog import run_record
+from runlog.run_record import sha256_file
+from weights import checkpoint
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+OWN = Path(__file__).parents[1] / "support" / "own.py"
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
+    "train__steps": 5,
+    "train__checkpoint_every": 1,
+    "eval__every": 2,
+    "optim__prompts_per_update": 3,
+    "optim__decay": "cosine",
+    "optim__weight_decay": 0.1,
+    "loss__entropy_coef": 0.05,
+    "optim__tokens_per_micro_batch": 300,
+    "rollout__dynamic_rounds": 2,
+}
+
+
+def assert_same_bytes(found: Path, expected: Path) -> None:
+    for name in RECORDS:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+# ------------------------------------------------------------------------------------------------ killed anywhere
+
+
+def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
+    """The run is killed in the middle of a checkpoint, then of a step. Then the same command runs to the end.
+
+    Reward, advantage, loss and data are a user's own. By default only the checkpoint: runs/test_launch.py ends a
+    process in the middle of a step.
+    """
+    own = {"reward__function": f"{OWN}:reward", "loss__advantage": f"{OWN}:advantages", "loss__kind": f"{OWN}:loss"}
+    for split, first in (("train", 1), ("test", 60)):
+        rows = [{"ask": f"What is {n} + 1?", "is": str(n + 1), "level": n} for n in range(first, first + 40)]
+        (tmp_path / f"{split}.json").write_text(json.dumps(rows))
+    own |= {"data__source": "file", "data__columns": {"question": "ask", "answer": "is"}, "reward__check_gold": False}
+    own |= {f"data__{split}_path": str(tmp_path / f"{split}.json") for split in ("train", "test")}
+    whole, cfg = (
+        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING | own), "EP2")
+        for name in ("whole", "killed")
+    )
+    training.in_world("EP2", training.train_each, [("EP2", whole)], False)
+    path = tmp_path / "killed.yaml"
+    path.write_text(to_yaml(cfg))
+    # The second checkpoint is that of two steps. The fourth update after the first is the second one of step 3.
+    places = asked([(0, (checkpoint, "hash_of", 2)), ci(1, (Parallel, "sync_gradients_", 4))])
+    for number, (rank, place) in enumerate(places):
+        fault = apart.strike("lose", rank, place)
+        code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / f"killed{number}.log", plant=fault).end()
+        assert code == -signal.SIGKILL, text
+        left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/*"))
+        assert left == [[".tmp-step-000002", "step-000001"], ["step-000001", "step-000002"]][number]
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log", light=False).end()
+    assert code == 0, text
+    assert f"after {len(places)} of 5 steps" in text
+    assert_same_bytes(training.only_run(cfg), training.only_run(whole))
+    assert (training.only_run(cfg) / "curves.png").stat().st_size > 1000
+
+
+# ------------------------------------------------------------------------------------------------ other circumstances
+
+
+def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
+    """A copy of a finished run in the state of a run that was killed after its checkpoint of ``steps`` steps."""
+    copy = shutil.copytree(run_dir, folder / run_dir.name)
+    (copy / "finished.json").unlink()
+    for path in (copy / "checkpoints").iterdir():
+        if path.name != f"step-{steps:06d}":
+            shutil.rmtree(path)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory) -> Path:
+    changes = EVERYTHING | {"train__keep_last": 9}
+    return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
+
+
+@pytest.mark.ci
+def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, plain, tmp_path) -> None:
+    """The commands of docs/checks.md: one of four ranks is killed, and after a restart again; then two go on.
+
+    The undisturbed run has two ranks from the beginning.
+    """
+    cfg = training.in_layout(training.config(model, tmp_path / "lost", **EVERYTHING), "EP2")
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(cfg))
+    # Two updates a step. The third is in step 2; after the restart, which resumes from step 1, in step 3.
+    lost = apart.strike("die", 3, (Parallel, "sync_gradients_", 3))
+    command = (4, "train_grpo.py", path, "parallel.expert=4")
+    code, text = agents.start(*command, log=tmp_path / "log", plant=lost, restarts=1).end()
+    assert code == 128 + signal.SIGKILL, text  # no restart is left
+    assert "layout: 4 ranks" in text and "resumed tiny-" in text and "after 1 of 5 steps" in text
+    left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/step-*"))
+    assert left == ["step-000001", "step-000002"]
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log").end()
+    assert code == 0, text
+    assert "layout: 2 ranks" in text and "after 2 of 5 steps" in text
+    training.assert_same_metrics(training.only_run(cfg), plain)
+
+
+@pytest.mark.parametrize("layout", ["EP2", *map(ci, ["TP2_EP4", "TP1", "DP2", "TP2"])])
+def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_path) -> None:
+    copy = rewound(plain, tmp_path, 2)
+    changes = EVERYTHING | {"train__keep_last": 9, "train__resume": str(copy)}
+    cfg = training.in_layout(training.config(model, tmp_path / "out", **changes), layout)
+    training.in_world(layout, training.train_each, [(layout, cfg)])
+    assert (copy / "finished.json").exists() and not (tmp_path / "out").exists()
+    training.assert_same_metrics(copy, plain)
+    if layout == "EP2":
+        assert_same_bytes(copy, plain)
+        for name in ("adapter.safetensors", "optimizer.safetensors"):
+            files = [run / "checkpoints" / "step-000005" / name for run in (copy, plain)]
+            assert files[0].read_bytes() == files[1].read_bytes()
+    found, expected = (checkpoint.latest(run).tensors for run in (copy, plain))
+    for kind in expected:
+        for name, tensor in expected[kind].items():
+            gap = (found[kind][name] - tensor).abs().max()
+            assert gap <= 1e-3 * tensor.abs().max(), (kind, name, gap)
+
+
+def lightened(arguments: list[str]) -> int:
+    training.lighten()
+    return train_grpo.main(arguments)
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of the command in a world of one."""
+    with tempfile.TemporaryDirectory() as folder:
+        (code,) = world.as_torchrun(1, lightened, [str(argument) for argument in arguments], log=Path(folder) / "log")
+        return code, (Path(folder) / "log").read_text()
+
+
+@pytest.fixture
+def file(model, plain, tmp_path) -> Path:
+    """The configuration of the plain run, for one process; its out_dir is tmp_path / "out"."""
+    changes = EVERYTHING | {"train__keep_last": 9}
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(training.config(model, tmp_path / "out", **changes)))
+    return path
+
+
+def folders(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, file, tmp_path) -> None:
+    copy = rewound(plain, tmp_path / "out", 4)
+    before = contents(copy)
+    code, text = command(file, "train.seed=3", "train.steps=7")
+    assert code == 2 and text.count("error: ") == 1 and "train.seed: 0 -> 3" in text, text
+    assert "train.steps: 5 -> 7 (optim.decay depends on it)" in text
+    assert len(folders(tmp_path)) == 1 and contents(copy) == before
+    code, text = command(file)
+    assert code == 0 and f"resumed {copy.name} after 4 of 5 steps" in text and len(folders(tmp_path)) == 1, text
+    training.assert_same_metrics(copy, plain)
+    before = contents(copy)
+    code, text = command(file, f"train.resume={copy}")  # a finished run by its name: its numbers are left alone
+    assert code == 0 and "after 5 of 5 steps" in text and (copy / "finished.json").exists()
+    assert all(contents(copy)[copy / name] == before[copy / name] for name in RECORDS)
+
+
+def test_resume_never_starts_a_new_run(plain, file, tmp_path) -> None:
+    rewound(plain, tmp_path / "out", 4)
+    code, text = command(file, "train.resume=never", "train.steps=1")
+    assert code == 0 and "resumed" not in text and len(folders(tmp_path)) == 2, text
+
+
+def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(model, tmp_path) -> None:
+    """And with evaluations in other steps. A sweep then finds the run by its last configuration."""
+    changes = EVERYTHING | {"optim__decay": "constant", "train__steps": 3}
+    longer = training.config(model, tmp_path / "whole", **changes | {"train__steps": 5, "eval__every": 1})
+    short = training.config(model, tmp_path / "short", **changes)
+    runs = training.run_all({"longer": ("TP1", longer), "short": ("TP1", short)})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(short))
+    code, text = command(path, f"train.resume={runs['short']}", "train.steps=5", "eval.every=1")
+    assert code == 0 and "note: changed at this resume: eval.every: 2 -> 1; train.steps: 3 -> 5" in text, text
+    assert "note: changed at this resume" in (runs["short"] / "log.txt").read_text()
+    assert training.metrics(runs["short"]) == training.metrics(runs["longer"])
+    steps = [json.loads(line)["step"] for line in (runs["short"] / "eval.jsonl").read_text().splitlines()]
+    assert steps == [0, 2, 3, 4, 5]
+    assert (runs["short"] / "run.json").read_bytes() == (runs["longer"] / "run.json").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------ other inputs
+
+
+def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_accepted(model, tmp_path) -> None:
+    """A bit of a weight, a chat template that was not there, and a question are changed after the first step."""
+    shutil.copytree(model, tmp_path / "model")
+    for split, first in (("train", 1), ("test", 50)):
+        rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 12)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {f"data__{split}_path": f"{tmp_path}/{split}.jsonl" for split in ("train", "test")}
+    changes = {"data__source": "gsm8k", "data__num_train": 0, "train__steps": 2, "train__checkpoint_every": 1}
+    cfg = training.config(tmp_path / "model", tmp_path / "out", **paths, **changes)
+    run = training.run_all({"": ("TP1", cfg)})[""]
+    (run / "finished.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+
+    changed = [tmp_path / name for name in ("model/chat_template.jinja", "model/model.safetensors", "train.jsonl")]
+    template, weights, questions = changed
+    was = ["not there", sha256_file(weights), sha256_file(questions)]
+    template.write_text("{{ messages[0]['content'] }} is")
+    flip_a_bit(weights)
+    questions.write_text(questions.read_text().replace("What is 3 +", "What is 30 +"))
+    lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
+    for path, before, line in zip(changed, was, lines, strict=True):
+        assert line.startswith(f"{path}: when {run}") and before in line and sha256_file(path) in line
+    before = contents(run)
+    code, text = command(tmp_path / "config.yaml")
+    assert code == 2 and text.count("\n") == 1 and f"{lines[0]} (and 2 more)" in text, text
+    assert command(tmp_path / "config.yaml", f"train.resume={run}", "--check") == (code, text)
+    assert contents(run) == before
+
+    code, text = command(tmp_path / "config.yaml", "train.changed_inputs=accept")
+    assert code == 0 and "after 1 of 2 steps" in text and all(f"accepted: {line}" in text for line in lines), text
+    lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
+    assert lines == []  # the run has accepted these inputs
+
+
+def assert_a_resume_repeats(layout: str, model: Path, folder: Path, changes: dict) -> Path:
+    """A run of three steps that is killed after the second and resumed ends the same; returns the whole run."""
+    changes = EVERYTHING | {"train__steps": 3} | changes
+    run = training.run_all({"": (layout, training.config(model, folder / "whole", **changes))})[""]
+    copy = rewound(run, folder / "again", 2)
+    cfg = training.config(model, folder / "out", **changes | {"train__resume": str(copy)})
+    training.in_world(layout, training.train_each, [(layout, training.in_layout(cfg, layout))])
+    assert_same_bytes(copy, run)
+    return run
+
+
+def test_noise_is_the_same_after_a_resume(model, tmp_path) -> None:
+    rows = training.metrics(assert_a_resume_repeats("TP1", model, tmp_path, {"aqn__schedule": "constant"}))
+    assert all(row["aqn/probe_gap"] < 1e-5 for row in rows), rows
+
+
+@pytest.mark.parametrize("sync", ["merged", nightly("adapter")])
+def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> None:
+    """With routing replay, and with three updates of the policy after each push."""
+    bf16 = {"model__dtype": "bf16", "rollout__sync": sync, "replay__mode": "r3"}
+    assert_a_resume_repeats("EP2", model, tmp_path, bf16 | {"optim__prompts_per_update": 2})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("TP2_EP2", {"rollout__staleness": 2, "optim__prompts_per_update": 2}),
+        ci("TP1", {"rollout__staleness": 1, "aqn__schedule": "constant", "replay__mode": "r2"}),
+        nightly(
+            "EP2", {"rollout__staleness": 1, "model__dtype": "bf16", "rollout__sync": "merged", "replay__mode": "r3"}
+        ),
+        nightly("EP2", {"rollout__staleness": 3, "model__dtype": "bf16", "rollout__sync": "adapter"}),
+    ],
+)
+def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, changes, model, tmp_path) -> None:
+    run = assert_a_resume_repeats(layout, model, tmp_path, {"loss__importance": "token"} | changes)
+    assert all(row["rollout/logp_gap_mean"] < 0.05 for row in training.metrics(run))
+
+
+# ----------------------------------------------------------------------------------------------------- killed processes
+# SIGKILL at any moment, or a write that the system refuses: a whole checkpoint is left, and the run ends the same.
+#
+# Ctrl-C and SIGTERM end a process at once, with one line.
+
+COMPARED = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config_in(tmp_path)
+
+
+def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg: Config) -> None:
+    saved(tmp_path, cfg, 1)
+
+    def save_under_a_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
+        with pytest.raises(InputError, match="step-000002: checkpoint not written: .*File too large"):
+            save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
+
+    assert in_child(save_under_a_limit) == 0
+    assert names(tmp_path) == ["step-000001"] and is_whole(checkpoint.latest(tmp_path))
+
+
+@pytest.mark.parametrize("step", [2, 3, ci(1)])
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
+    """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
+    saved(tmp_path / "start", cfg, 1, 2)
+    for moment in range(1, 200):
+        run_dir = tmp_path / "run"
+        shutil.copytree(tmp_path / "start", run_dir)
+
+        def save(run_dir: Path = run_dir, moment: int = moment) -> None:
+            kill_me_at(moment)
+            saved(run_dir, cfg, step)
+
+        status = in_child(save)
+        said: list[str] = []
+        assert is_whole(checkpoint.latest(run_dir, said.append)) and said == []
+        saved(run_dir, cfg, step)  # the repeated save removes the leftovers
+        assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
+        shutil.rmtree(run_dir)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert 15 < moment < 199
+
+
+def train(cfg: Config) -> None:
+    """A small run: each weight depends on the one before, so a lost or repeated step changes every later line."""
+    found = resumable(cfg)
+    log = opened(cfg, resume=found and found.path.parent.parent)
+    weight, first = torch.ones(3), 0
+    if found:
+        checkpoint.check_resume(found, to_dict(cfg))
+        weight, first = found.tensors["adapter"]["weight"], found.step
+        log.rewind(first)
+    else:
+        log.log_eval(0, {"eval/greedy_accuracy": 0.0}, [{"question": q} for q in range(3)])
+    for step in range(first, cfg.train.steps):
+        weight = weight * 1.1 + step
+        log.log_rows("completions.jsonl", step + 1, [{"text": f"a {step}"}, {"text": f"b {step}"}])
+        log.log_step(step + 1, {"weight": weight.sum()}, {"timing/update_s": 0.1})
+        if (step + 1) % 3 == 0:
+            log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
+        if (step + 1) % cfg.train.checkpoint_every == 0:
+            save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
+    log.finish("done", {})
+
+
+def records(cfg: Config) -> dict[str, bytes]:
+    (done,) = Path(cfg.train.out_dir).glob("*/finished.json")
+    return {name: (done.parent / name).read_bytes() for name in COMPARED}
+
+
+def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow, and not read again
+    whole = config_in(tmp_path / "whole", steps=6)
+    assert in_child(lambda: train(whole)) == 0
+    resumed = 0
+    for moment in range(1, 1000, 5):
+        cfg = config_in(tmp_path / str(moment), steps=6)
+
+        def killed(cfg: Config = cfg, moment: int = moment) -> None:
+            kill_me_at(moment)
+            train(cfg)
+
+        status = in_child(killed)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        if not list(Path(cfg.train.out_dir).glob("*/finished.json")):
+            assert in_child(lambda cfg=cfg: train(cfg)) == 0
+        resumed += any(Path(cfg.train.out_dir).glob("*/resume-1"))
+        assert records(cfg) == records(whole)
+        shutil.rmtree(cfg.train.out_dir)
+    assert status == 0 and resumed >= 15
+
+
+# ------------------------------------------------------------------------------------------------ Ctrl-C and SIGTERM
+
+
+BUSY = """
+import hashlib, os
+from runlog import progress
+progress.end_on_signals(lambda: 'after step 3')
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), 15)  # as a pool of processes ends its workers
+print('the child ended with', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)  # like a collective: Python calls no handler before it returns
+"""
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, "0"), (signal.SIGINT, "1")])
+def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_rank_0(number, rank) -> None:
+    busy = subprocess.Popen(
+        [sys.executable, "-c", BUSY],
+        cwd=ROOT,
+        env=os.environ | {"RANK": rank},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    line = f"\nended by {number.name} after step 3\n" if rank == "0" else ""
+    assert busy.stdout.readline() == f"the child ended with {-signal.SIGTERM}\n"
+    time.sleep(0.2)
+    busy.send_signal(number)
+    try:
+        _, error = busy.communicate(timeout=20)
+    finally:
+        busy.kill()
+    assert busy.returncode == 128 + number and error == line
+
+
+def started(path: Path, log: Path, *launcher: str) -> subprocess.Popen:
+    """train_grpo.py as the leader of a process group, as a terminal starts a command."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *launcher, "train_grpo.py", str(path)],
+            cwd=ROOT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> list[str]:
+    """Ctrl-C when ``ready``. The lines of the log, if the process then ends soon, with 130 and without a traceback."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+    assert code == 130 and "Traceback" not in log.read_text() and "signal" not in log.read_text(), log.read_text()
+    return [line for line in log.read_text().splitlines() if line]
+
+
+@pytest.mark.ci
+def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
+    process = started(tmp_path / "absent.yaml", tmp_path / "log")
+
+    def catches_sigterm() -> bool:
+        caught = next(x for x in Path(f"/proc/{process.pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    lines = pressed(process, catches_sigterm, tmp_path / "log")
+    assert lines == ["ended by SIGINT before a step of this start; the same command starts it again"]
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoint(tmp_path: Path) -> None:
+    """Through the launcher of the run_*.sh scripts. The line is right: the same command goes on from there."""
+    model, log = make_model(tmp_path / "model"), tmp_path / "log"
+    cfg = config(model, tmp_path / "out", parallel__expert=2, train__steps=1000, train__checkpoint_every=2)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    launcher = ("launch/first_code.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2")
+    process = started(tmp_path / "config.yaml", log, *launcher)
+    lines = pressed(process, lambda: "step 4/1000" in log.read_text(), log)
+    (run,) = (tmp_path / "out").iterdir()
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    last = names(run)[-1]
+    assert lines[-2].startswith(f"step {done}/1000")
+    assert lines[-1] == (
+        f"ended by SIGINT after step {done} of 1000; the same command continues from {run}/checkpoints/{last}"
+    )
+    assert resumable(cfg).path == run / "checkpoints" / last
