@@ -28,7 +28,7 @@ from engines.torch_sampler import TorchSampler
 from learner import Learner
 from model import batches, packing
 from run import check, command, opening
-from runlog import log, progress
+from runlog import log
 from runlog.progress import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
@@ -181,7 +181,7 @@ def install(side: Side) -> None:
 
     write_step, real_sample = log.RunLog.log_step, TorchSampler.sample
     log.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
-    progress.StepTimer, opening.Learner = TurnTimer, AdaptedLearner
+    opening.StepTimer, opening.Learner = TurnTimer, AdaptedLearner
     check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.

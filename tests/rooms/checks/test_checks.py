@@ -376,7 +376,7 @@ def write_model(cfg: Config, folder: Path) -> None:
 
 
 def each_fault(parallel: Parallel, path: Path) -> dict[str, str]:
-    """What the checked says about each fault for so many ranks."""
+    """What the check says about each fault for so many ranks."""
     cfg = training.config(path, path, **SIZES)
     said = {}
     for name, (ranks, words) in FAULTS.items():

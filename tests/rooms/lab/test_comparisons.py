@@ -1,22 +1,37 @@
-"""Comparisons with intervals, and the curves of a run."""
+"""Comparisons with intervals, the curves of a run, and sweeps."""
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
+import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.figure
 import numpy as np
 import pandas
+import psutil
 import pytest
 import recorded
+import training
 from matplotlib.image import imread
 from scipy import stats
 from source import ROOT
 
+import preflight
+import sweep
 from facts.exits import InputError
-from lab import comparisons, curves
+from inputs.files import write_atomically
+from lab import comparisons, curves, records
 from lab.comparisons import Effect, Entry, Family, Plan
 
 # ---------------------------------------------------------------------------------------------------------- comparisons
@@ -259,3 +274,317 @@ def test_evaluations_are_points_and_a_logarithmic_panel_has_whole_decades() -> N
     axes = panel("rollout/logp_gap_mean", {1: 2e-8, 2: 3e-8, 3: 0.0})
     assert axes.get_yscale() == "log" and axes.get_ylim() == pytest.approx((1e-8, 1e-7))
     assert panel("rollout/logp_gap_mean", {1: 0.0, 2: 0.0}).get_yscale() == "linear"
+
+
+# -------------------------------------------------------------------------------------------------------------- sweeps
+
+
+CONFIG = f"""
+name: unnamed
+device: cpu
+model: {{path: none, dtype: fp32}}
+tiny_model: {json.dumps({"architecture": "qwen3_moe", **training.SIZES})}
+data: {{source: arithmetic, max_prompt_tokens: 96, num_train: 40, num_test: 9, operand_high: 20}}
+rollout: {{prompts_per_step: 4, group_size: 2, max_new_tokens: 8}}
+lora: {{rank: 4, alpha: 8.0}}
+optim: {{lr: 1e-2, warmup_steps: 1, prompts_per_update: 4, tokens_per_micro_batch: 1024}}
+eval: {{samples: 1, batch_size: 9}}
+train: {{steps: 3, checkpoint_every: 1}}
+"""
+
+
+@pytest.fixture
+def write_sweep(tmp_path: Path):
+    """A sweep of random tiny models in tmp_path; its jobs take seconds."""
+
+    def write(seeds: list[int], resources: str = "{CPU: 1}", **variants: list[str]) -> Path:
+        (tmp_path / "tiny.yaml").write_text(CONFIG)
+        folder = f"[train.out_dir={tmp_path / 'out'}, 'model.path={tmp_path / 'model'}{{seed}}', tiny_model.seed=0]"
+        text = f"config: {tmp_path / 'tiny.yaml'}\nprocesses: 1\nseeds: {seeds}\nresources: {resources}\n"
+        text += f"each_seed: ['train.seed={{seed}}', *]\nvariants: {json.dumps(variants)}\n".replace("*", folder[1:-1])
+        path = tmp_path / "trial.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def variant(*overrides: str) -> dict[str, list[str]]:
+    return {"overrides": list(overrides)}
+
+
+# ---------------------------------------------------------------- what a sweep is
+
+
+def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> None:
+    variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("ab")}
+    _, jobs = sweep.read_sweep(write_sweep([2, 1], **variants), ["train.steps=2"])
+    assert [job.name for job in jobs] == ["a-seed2", "b-seed2", "a-seed1", "b-seed1"]
+    cfg = jobs[-1].cfg
+    assert (cfg.train.seed, cfg.lora.rank, cfg.train.steps, cfg.model.path[-6:]) == (1, 5, 2, "model1")
+
+
+def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
+    for resources, cores, jobs in (({"CPU": 2}, 5, 2), ({"CPU": 4}, 2, 1), ({"CPU": 1, "NPU": 16}, 64, 1)):
+        assert sweep.jobs_at_once(resources, cores) == jobs
+
+
+def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
+    _, (base, broken) = sweep.read_sweep(
+        write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"}), []
+    )
+    assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
+    assert broken.arguments[:2] == ["checks/planted_fault.py", "reversed_clip"]
+
+
+def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path, capsys) -> None:
+    for old, new, said in (
+        ("lora.rank=8", "lora.rnak=8", "b-seed0: override lora.rnak: unknown key"),
+        ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; needed: none"),
+        ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
+        ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: found 0; needed: 1 (each_seed: train.seed="),
+        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found (0, 1, 0); needed: each seed once"),
+        ("{seed}", "7", "a-seed0: train.seed: found 7; needed: 0"),
+        ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
+        ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
+    ):
+        path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"), c=variant() | {"fault": "reversed_clip"})
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+        assert sweep.main([str(path), "--local"]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_address_is_for_ray_alone(write_sweep, capsys) -> None:
+    assert sweep.main([str(write_sweep([0], a=variant())), "--local", "--address", "127.0.0.1:1"]) == 2
+    assert "--address: not read with --local" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path) -> None:
+    path, folder = write_sweep([0], base=variant()), tmp_path / "out" / "base-seed0-20300101-000000"
+    folder.mkdir(parents=True)
+    for content in (b"", b"[]", b"[" * 99999, b'"\xff"'):
+        (folder / "run.json").write_bytes(content)
+        assert sweep.main([str(path), "--list"]) == 0
+
+
+def test_the_list_has_the_hours_and_the_disk_space_of_the_plan(capsys) -> None:
+    """14.3 GiB a checkpoint of Qwen3-30B-A3B, of which two are kept; the hours that preflight.py prints."""
+    path = str(recorded.ROOT / "configs/sweeps/gsm8k_qwen3.yaml")
+    assert sweep.main([path, "--list"]) == 0
+    *jobs, total = capsys.readouterr().out.splitlines()
+    assert preflight.main([str(recorded.ROOT / "configs/qwen3.yaml"), "--json"]) == 0
+    hours = sum(json.loads(capsys.readouterr().out)["run_seconds"].values()) / 3600
+    assert len(jobs) == 10 and all(f"0/77 steps  {hours:.1f} h, 28.6 GiB  16 ranks" in line for line in jobs), jobs
+    assert total == f"by the plan: {10 * hours:.0f} h of runs that are not finished; 286 GiB of checkpoints"
+    assert sweep.main([path, "--list", "train.checkpoint_every=0"]) == 0
+    assert "143 GiB of checkpoints" in capsys.readouterr().out  # only the last step is saved
+    assert sweep.main([str(recorded.ROOT / "configs/sweeps/baseline.yaml"), "--list"]) == 0
+    assert "by the plan" not in capsys.readouterr().out  # on a CPU
+
+
+@pytest.mark.nightly
+def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_own() -> None:
+    """A baseline that several sweeps share is run once; so its name must mean the same everywhere."""
+    seen: dict[str, str] = {}
+    for path in recorded.ROOT.glob("configs/sweeps/*.yaml"):
+        read, jobs = sweep.read_sweep(path, [])
+        hashes = {job.name: sweep.config_hash(job.cfg) for job in jobs}
+        assert all(seen.setdefault(name, found) == found for name, found in hashes.items()), path
+        kinds = {(hashes[job.name], job.processes, sweep.planted_fault(" ".join(job.arguments))) for job in jobs}
+        assert len(kinds) == len(jobs) == len(read.seeds) * len(read.variants), f"{path}: two jobs are the same"
+        assert len(read.seeds) >= 3, f"{path}: fewer seeds decide nothing"
+
+
+# ---------------------------------------------------------------- which trainings are started
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Trainings that end at once with the next of the exit codes that are given for the job, 0 by default."""
+
+    def run(path: Path, codes: dict[str, list[int]], output: str = "") -> tuple[list[str], int, int]:
+        """The jobs that a sweep started, in order, the largest number of them at once, and its exit code."""
+        started, running, most = [], [], []
+
+        def start_training(job: sweep.Job, log: Path, lock: int) -> SimpleNamespace:
+            started.append(job.name)
+            running.append(job.name)
+            with open(log, "a") as file:
+                file.write(output)
+            code = codes.get(job.name, [0]).pop(0)
+            if code == 0:
+                folder = tmp_path / "out" / f"{job.name}-20300102-{len(started):06d}"
+                folder.mkdir(parents=True)
+                identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
+                (folder / "run.json").write_text(json.dumps(identity))
+                (folder / "command.txt").write_text("torchrun train_grpo.py")
+                write_atomically(folder / "finished.json", '{"result": "done"}')
+
+            def wait() -> int:
+                time.sleep(0.05)
+                most.append(len(running))
+                if job.name in running:
+                    running.remove(job.name)
+                return code
+
+            return SimpleNamespace(wait=wait, terminate=lambda: None)
+
+        monkeypatch.setattr(sweep, "start_training", start_training)
+        code = sweep.main([str(path), "--local"])
+        return started, max(most, default=0), code
+
+    return run
+
+
+def jobs_of(tmp_path: Path) -> dict[str, dict]:
+    return json.loads((tmp_path / "out" / "sweep-trial" / "sweep.json").read_text())["jobs"]
+
+
+def test_at_most_so_many_jobs_run_in_parallel(write_sweep, scripted, monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "jobs_at_once", lambda *_: 2)
+    started, most, code = scripted(write_sweep([0, 1, 2, 3], a=variant()), {})
+    assert (len(started), most, code) == (4, 2, 0)
+
+
+def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, scripted, tmp_path) -> None:
+    """What is finished is not repeated, a tripwire is not tried again, and an earlier one in the same log is past."""
+    path = write_sweep([0, 1], "{CPU: 10000}", a=variant(), b=variant("lora.rank=8"))
+    started, _, code = scripted(path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost\n")
+    assert code == 1 and started == ["a-seed0", "a-seed0", "b-seed0", "b-seed0", "a-seed1", "b-seed1"]
+    jobs = jobs_of(tmp_path)
+    assert [name for name, job in jobs.items() if job["state"] == "finished"] == ["a-seed0", "a-seed1", "b-seed1"]
+    assert jobs["a-seed0"]["result"] == "done" and Path(jobs["a-seed0"]["run"]).name == "a-seed0-20300102-000002"
+    assert scripted(path, {"b-seed0": [1, 0]}, "stopped: checks.entropy: gone\nW1120 torch\n")[0] == ["b-seed0"]
+    assert scripted(path, {"b-seed0": [1, 0]}, "RuntimeError: lost\n")[::2] == (["b-seed0", "b-seed0"], 0)
+    assert scripted(path, {})[::2] == ([], 0)
+    other = write_sweep([0], a=variant("lora.rank=8"))
+    assert scripted(other, {})[0] == ["a-seed0"]  # a run of another configuration does not count
+
+
+def test_the_end_of_a_failed_job_is_reported(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    for text, said in (
+        ("error: old\nerror: x: no such file\nW1120 torch", ("error: x: no such file", True)),
+        ("ValueError: bad\ntorch.ChildFailedError: b", ("exit code 1: ValueError: bad", False)),
+        ("killed", ("exit code 1: killed", False)),
+        ("", ("exit code 1: no output", False)),
+    ):
+        log.write_text("stopped: an earlier training\n" + text)
+        assert sweep.reason(1, log, len("stopped: an earlier training\n")) == said
+
+
+def test_a_job_that_another_process_runs_is_left_alone(write_sweep, scripted, tmp_path: Path, capsys) -> None:
+    (tmp_path / "out" / "sweep-trial").mkdir(parents=True)
+    with open(tmp_path / "out" / "sweep-trial" / "a-seed0.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert scripted(write_sweep([0], a=variant(), b=variant("lora.rank=8")), {})[::2] == (["b-seed0"], 1)
+    assert "a-seed0: failed: another process trains it" in capsys.readouterr().err
+
+
+def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    path = str(write_sweep([0], resources="{CPU: 1, NPU: 16}", a=variant()))
+    assert sweep.main([path]) == 2
+    error = capsys.readouterr().err
+    assert f"pip install {sweep.RAY}" in error and "--local" in error
+    assert sweep.RAY in (sweep.ROOT / "requirements" / "test.txt").read_text(), "the version that the tests run"
+    there = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", there)
+    assert sweep.main([path]) == 2
+    assert "resources.NPU: 16 a job; Ray reports 0 in all" in capsys.readouterr().err
+
+
+def test_an_interrupted_sweep_ends_its_jobs_and_no_other_process(
+    write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Ctrl-C, or SIGTERM from a scheduler, while a job runs; and once more while the sweep waits for its end."""
+    foreign, started = subprocess.Popen(["sleep", "600"]), []
+
+    def start_training(*_: object) -> subprocess.Popen:
+        slow = "trap 'sleep 0.5; exit 1' TERM; sleep 600 & wait"  # as torchrun, which ends its ranks first
+        started.append(subprocess.Popen(["bash", "-c", slow], start_new_session=True))
+        for seconds, number in ((0.5, signal.SIGTERM), (0.7, signal.SIGINT)):
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        return started[-1]
+
+    monkeypatch.setattr(sweep, "start_training", start_training)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        path = write_sweep([0, 1], "{CPU: 10000}", a=variant())
+        assert sweep.main([str(path), "--local"]) == 130
+        assert len(started) == 1 and started[0].returncode == 1 and foreign.poll() is None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for process in (foreign, *started):
+            process.kill()
+            process.wait()
+    assert "the same command continues the sweep" in capsys.readouterr().err
+    assert jobs_of(tmp_path)["a-seed0"]["state"] == "not finished"
+
+
+def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Path, monkeypatch) -> None:
+    """On a CPU, that of run_cpu.sh; on an NPU, CANN's packages stay and launch/npu_env.sh is read."""
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\nenv\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    for name, value in {"PYTHONPATH": "/cann/python", "ASCEND_HOME_PATH": "/cann", "HCCL_BUFFSIZE": "77"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for device, needed, absent in (
+        ("cpu", {"OMP_NUM_THREADS=1"}, "PYTHONPATH"),
+        (
+            "npu",
+            {"PYTHONPATH=/cann/python", "OMP_NUM_THREADS=4", "HCCL_CONNECT_TIMEOUT=1800", "HCCL_BUFFSIZE=77"},
+            "NCCL_",
+        ),
+        ("cuda", {"TORCH_NCCL_ASYNC_ERROR_HANDLING=1"}, "HCCL_CONNECT_TIMEOUT"),
+    ):
+        job, log = sweep.Job(device, SimpleNamespace(device=device), ["train_grpo.py"], 1), tmp_path / f"{device}.log"
+        with open(tmp_path / "lock", "ab") as lock:
+            assert sweep.start_training(job, log, lock.fileno()).wait(30) == 0
+        lines = log.read_text().splitlines()
+        assert needed | {"HF_HUB_OFFLINE=1"} <= {*lines}, device
+        assert not [line for line in lines if line.startswith(absent)], device
+
+
+# ---------------------------------------------------------------- real trainings
+
+
+RAY_IS_THERE = importlib.util.find_spec("ray") is not None
+ON_RAY = pytest.param([], id="ray", marks=pytest.mark.skipif(not RAY_IS_THERE, reason=f"pip install {sweep.RAY}"))
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [pytest.param(["--local"], id="local"), ON_RAY])
+def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> None:
+    """The sweep, Ray, torchrun and the training are killed after a checkpoint; then the same command is given again."""
+    command = [sys.executable, "sweep.py", write_sweep([0], a=variant("train.steps=15")), *how]
+    with open(tmp_path / "log", "w") as log:
+        sweeping = psutil.Popen(command, cwd=recorded.ROOT, stdout=log, stderr=log)
+        while not [*tmp_path.glob("out/a-seed0-*/checkpoints/step-*")]:
+            assert sweeping.poll() is None, log.name
+            time.sleep(0.1)
+        for process in [*sweeping.children(recursive=True), sweeping]:
+            process.kill()
+        sweeping.wait()
+        (run,) = tmp_path.glob("out/a-seed0-*")
+        assert not (run / "finished.json").exists()
+        subprocess.run(command, cwd=recorded.ROOT, check=True, timeout=300, stdout=log, stderr=log)
+    assert [*tmp_path.glob("out/a-seed0-*")] == [run] and (run / "resume-1").is_dir()
+    assert jobs_of(tmp_path)["a-seed0"]["state"] == "finished"
+    assert sorted(path.name for path in (tmp_path / "out" / "sweep-trial").iterdir()) == [
+        "a-seed0.lock",
+        "a-seed0.log",
+        "sweep.json",
+    ]
+    for start in (run, run / "resume-1"):  # a record needs what the run left, whether or not this checkout is clean
+        (start / "git.json").write_text(json.dumps({"commit": recorded.COMMIT, "dirty": False}))
+        (start / "git.patch").write_text("")
+    recorded.seal(run)
+    record = records.read_run(run).record
+    assert (record.config["train"]["steps"], record.resumed) == (15, 1)

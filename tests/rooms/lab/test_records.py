@@ -194,7 +194,7 @@ families:
     margin: 1
     entries:
       - {method: better, base: base, title: Rank 8, predicted: larger}
-      - {method: absent, base: base, title: Never report_code, predicted: smaller, missing: seed 3 stopped}
+      - {method: absent, base: base, title: Never run, predicted: smaller, missing: seed 3 stopped}
 """
 
 SOURCES = {
@@ -255,7 +255,7 @@ def test_every_number_of_the_pages_is_a_records(project: Path) -> None:
         f"| {100 * first.mean():.1f} -> {100 * base.mean():.1f} %: {100 * (base.mean() - first.mean()):+.1f} (" in text
     )
     assert "| Rank 8 | `base` | 3 |" in text and "larger, as predicted" in text
-    assert "| Never report_code (`absent` against `base`) | smaller | seed 3 stopped |" in text
+    assert "| Never run (`absent` against `base`) | smaller | seed 3 stopped |" in text
     benchmark = (project / "docs" / "benchmark.md").read_text()
     assert "1 of 1 predictions were met." in benchmark and "| ranks | Rank 8 | `better` | `base` | 3 |" in benchmark
     assert "| `variants.parquet` | 2 | 6 | 4 | 0123456 |" in (project / "results" / "README.md").read_text()
@@ -545,9 +545,9 @@ def test_rerun_executes_what_it_prints_and_compares(project: Path, tmp_path: Pat
         made = recorded.make_run(tmp_path / said, "base-seed1", 1, 0.4, luck=luck, questions=40)
         commands = f"rm -rf ../rerun-*; mkdir ../rerun-base-seed1; cp -r '{made.parent}' ../rerun-base-seed1/out"
         monkeypatch.setattr(report, "rerun_commands", lambda record, results, commands=commands: commands)
-        assert report_code(project, "rerun", "base-seed1", "--report_code") == code and said in capsys.readouterr().out
+        assert report_code(project, "rerun", "base-seed1", "--run") == code and said in capsys.readouterr().out
     monkeypatch.setattr(report, "rerun_commands", lambda record, results: "exit 5")
-    assert report_code(project, "rerun", "base-seed1", "--report_code") == 5
+    assert report_code(project, "rerun", "base-seed1", "--run") == 5
 
 
 def test_without_scipy_one_line_says_what_to_install(project: Path, monkeypatch, capsys) -> None:
@@ -596,7 +596,7 @@ def test_what_cannot_be_shown_is_one_line_and_exit_code_2(shown_run: Path, capsy
         assert said.out == "" and said.err.count("\n") == 1
         return said.err
 
-    assert "absent: there is no such folder; needed: the folder of a shown_run" in refused(str(shown_run / "absent"))
+    assert "absent: there is no such folder; needed: the folder of a run" in refused(str(shown_run / "absent"))
     assert "--step: found 9; needed: a step with completions, 1 to 4" in refused(str(shown_run), "--step", "9")
     (shown_run / "completions.jsonl").unlink()
-    assert "found no completions; needed: a shown_run with train.completions_logged" in refused(str(shown_run))
+    assert "found no completions; needed: a run with train.completions_logged" in refused(str(shown_run))
