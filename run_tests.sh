@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside,
-# trackers.txt and serve.txt.
+# trackers.txt. The first one with --all adds serve.txt, a newer Megatron and torch_npu.
 #
 #   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/rooms/method/test_grpo.py
 #
@@ -46,17 +46,20 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
     mv "$unfinished" "$1"
 }
 
-# The wheel is tagged for Python 3.12, but all files of it that the tests import are plain Python, which 3.11 runs, too. It imports
-# triton, a download of 198 MB for kernels that no CPU runs; hardware/device.py says what takes its place.
-install_aside "$NEW_MEGATRON_DIR" --ignore-requires-python --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
-
 install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt
-install_aside "$SERVE_DIR" --requirement requirements/serve.txt
 
-# Only these machines have wheels of torch_npu, 44 MB to download and 126 MB on disk. Elsewhere the tests are skipped.
-case "$(uname -s) $(uname -m)" in
-    "Linux x86_64" | "Linux aarch64")
-        if [ -n "$TORCH_NPU_DIR" ]; then install_aside "$TORCH_NPU_DIR" --only-binary=:all: torch-npu==2.13.0; fi ;;
-esac
+if [[ " $* " = *" --all "* ]]; then   # other tests import none of these
+    install_aside "$SERVE_DIR" --requirement requirements/serve.txt
+
+    # The wheel is tagged for Python 3.12, but all files of it that the tests import are plain Python, which 3.11 runs, too. It
+    # imports triton, a download of 198 MB for kernels that no CPU runs; hardware/device.py says what takes its place.
+    install_aside "$NEW_MEGATRON_DIR" --ignore-requires-python --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
+
+    # Only these machines have wheels of torch_npu, 44 MB to download and 126 MB on disk. Elsewhere the tests are skipped.
+    case "$(uname -s) $(uname -m)" in
+        "Linux x86_64" | "Linux aarch64")
+            if [ -n "$TORCH_NPU_DIR" ]; then install_aside "$TORCH_NPU_DIR" --only-binary=:all: torch-npu==2.13.0; fi ;;
+    esac
+fi
 
 exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@"

@@ -171,10 +171,10 @@ def gsm8k() -> Path:
 
 @pytest.fixture(scope="session")
 def new_megatron() -> Path:
-    """The folder in which run_tests.sh installs the newest megatron-core."""
+    """The folder in which run_tests.sh --all installs the newest megatron-core."""
     folder = ROOT / os.environ.get("NEW_MEGATRON_DIR", ".cache/megatron-core-0.19.2")
     if not (folder / "megatron" / "core").is_dir():
-        pytest.skip(f"megatron-core is not in {folder} (NEW_MEGATRON_DIR); run_tests.sh installs it there")
+        pytest.skip(f"megatron-core is not in {folder} (NEW_MEGATRON_DIR); run_tests.sh --all installs it there")
     return folder
 
 
@@ -189,10 +189,10 @@ def tracker_packages() -> str:
 
 @pytest.fixture(scope="session")
 def server_packages() -> str:
-    """The folder in which run_tests.sh installs requirements/serve.txt."""
+    """The folder in which run_tests.sh --all installs requirements/serve.txt."""
     folder = ROOT / os.environ.get("SERVE_DIR", ".cache/serve")
     if not (folder / "uvicorn").is_dir():
-        pytest.skip(f"requirements/serve.txt is not in {folder} (SERVE_DIR); run_tests.sh installs it there")
+        pytest.skip(f"requirements/serve.txt is not in {folder} (SERVE_DIR); run_tests.sh --all installs it there")
     return str(folder.resolve())
 
 
@@ -201,7 +201,7 @@ def torch_npu_environment(tmp_path_factory) -> dict[str, str]:
     """The variables of a process that imports the real torch_npu on a stub of CANN (cann_stub.py)."""
     folder = ROOT / os.environ.get("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0")
     if not (folder / "torch_npu").is_dir():
-        pytest.skip(f"torch_npu is not in {folder} (TORCH_NPU_DIR); run_tests.sh installs it there on Linux")
+        pytest.skip(f"torch_npu is not in {folder} (TORCH_NPU_DIR); run_tests.sh --all installs it there on Linux")
     extension = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if not (folder / "torch_npu" / extension).is_file():
         pytest.skip(f"{folder}: torch_npu is for another Python or machine, it has no {extension}; delete the folder")

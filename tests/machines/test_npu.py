@@ -234,7 +234,7 @@ def test_device_py_chooses_the_npu_its_buffers_and_its_deterministic_variables(f
 # what the kernels compute, how fast they are, or which tensors a device refuses; for that, kernels.py has rules of its
 # own, which the tests above check.
 #
-# run_tests.sh installs the torch_npu that belongs to the torch of requirements/cpu.txt (126 MB). For the pinned
+# run_tests.sh --all installs the torch_npu that belongs to the torch of requirements/cpu.txt (126 MB). For the pinned
 # versions of requirements/npu.txt, in an environment of its own, which must not contain torch_npu itself, because
 # `import torch` would then import it (aarch64: torch==2.10.0 without --index-url):
 #

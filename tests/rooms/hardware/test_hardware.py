@@ -181,7 +181,7 @@ print(version, *(name for name in ("torch._dynamo", "torch._inductor") if name i
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", nightly("0.19.2")])
 def test_importing_megatron_leaves_torchs_compiler_alone(version, request):
     """The compiler would take more time than all other imports."""
     new = [request.getfixturevalue("new_megatron")] if version == "0.19.2" else []
