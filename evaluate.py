@@ -23,7 +23,7 @@ import parallel_setup
 import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
-from engines import opening
+from engines import factory
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
 from facts.exits import InputError
@@ -172,7 +172,7 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     prompt = data_gsm8k.prompt_ids([("user", question)], tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data, []))
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
-    engine = opening.open_engine(
+    engine = factory.open_engine(
         cfg.model_copy(update={"rollout": embedded}),
         arch,
         torch.device("cpu"),
@@ -213,7 +213,7 @@ def measure(cfg: Config) -> dict:
             read[f"the questions of eval.sets.{name}" if name else "the held-out questions"] = part.as_read()
         parallel_setup.refuse_unequal(read)
         parallel = parallel_setup.open_layout(alone, device)
-        engine = opening.open_engine(cfg, arch, device, stop_tokens, pad_token)
+        engine = factory.open_engine(cfg, arch, device, stop_tokens, pad_token)
         base, model, dtype = huggingface.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(
             (name, quantisation.frozen(base, name, dtype, model.quantisation)) for name in tensor_shapes(arch)
@@ -221,7 +221,7 @@ def measure(cfg: Config) -> dict:
         summary, _ = evaluate(
             engine,
             held_out,
-            functools.partial(rollout.score, tokenizer=tokenizer, scorer=scorer),
+            functools.partial(rollout.score_completions, tokenizer=tokenizer, scorer=scorer),
             cfg.eval,
             cfg.rollout,
             parallel,

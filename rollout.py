@@ -169,7 +169,7 @@ def sample(
     return batch, completions
 
 
-def score(
+def score_completions(
     answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[Score]:
     """The score of each completion as an answer to its question, by tasks/scoring.py. The stop token is left out."""

@@ -27,7 +27,7 @@ import lora_megatron
 import rollout
 from checks import launched, sampling_check
 from data_gsm8k import Question
-from engines import opening
+from engines import factory
 from engines.interface import Engine
 from facts.architectures import Architecture
 from facts.exits import InputError
@@ -183,7 +183,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     model = policy.model
     learner = Learner(cfg, policy, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
-    engine = opening.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
+    engine = factory.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
     push = Push(cfg, policy, engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
@@ -314,7 +314,7 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
         torch.distributed.barrier()
         cfg = cfg.changed(model={"path": str(folder)})
         arch = hf_config.read(folder)
-        opening.check_engine(cfg, arch, parallel.world_size)
+        factory.check_engine(cfg, arch, parallel.world_size)
         figures = compare(cfg, arch, parallel)
     finally:
         if writes:

@@ -18,8 +18,8 @@ from engines.torch_decoder import Decoder
 from facts.architectures import Architecture, layers
 from facts.exits import InputError
 from hardware.device import DTYPES
-from inputs.capacity import MOST_SEQUENCES
 from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
+from plan.capacity import MOST_SEQUENCES
 
 
 class _Part(NamedTuple):

@@ -38,9 +38,9 @@ from facts import variables
 from facts.architectures import Architecture, tensor_shapes
 from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError
-from inputs.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
+from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from weights import huggingface
 
 # -------------------------------------------------------------------------------------------------- what is refused

@@ -11,9 +11,9 @@ from facts import engines
 from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
-from inputs import capacity
 from inputs.rules import batch_sizes, engine_shards, refuse_first, sampler_problems
 from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
+from plan import capacity
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:

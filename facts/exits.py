@@ -1,6 +1,6 @@
 """The errors that end a command in a way of its own, and their exit codes; docs/checks.md says what to do."""
 
-STALLED = 4  # the exit code of a rank that stood still (runlog/progress.py); of an error without a row here: 1
+STALLED = 4  # the exit code of a rank that stood still (runlog/progress.py); any other error than these ends with 1
 
 
 class InputError(ValueError):

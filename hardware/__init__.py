@@ -1,1 +1,1 @@
-"""Devices, kernels and quantisation: the only files that may name an accelerator."""
+"""Devices, kernels, quantisation: only here are torch.cuda, torch.npu, torch_npu and MindSpeed called."""

@@ -1,1 +1,1 @@
-"""What the run_*.sh scripts share."""
+"""What the shell scripts share."""

@@ -1,1 +1,1 @@
-"""What is known before a run: memory, seconds, layouts that fit. Needs neither torch nor a device."""
+"""Memory, seconds and layouts from the configuration alone, and what this machine lacks (doctor). Needs no torch."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from facts.architectures import Architecture, modules
 from facts.limits import ELEMENT_BYTES, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
-from inputs.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from knobs import Config, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
+from plan.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
     adapter_size,

@@ -18,7 +18,7 @@ import data_gsm8k
 import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
-from engines import opening
+from engines import factory
 from engines.interface import Completion
 from facts.architectures import Architecture
 from facts.exits import InputError
@@ -55,8 +55,8 @@ class Inputs(NamedTuple):
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
-        """As rollout.score, with the tokenizer and the reward of the run."""
-        return rollout.score(answers, self.tokenizer, self.scorer)
+        """As rollout.score_completions, with the tokenizer and the reward of the run."""
+        return rollout.score_completions(answers, self.tokenizer, self.scorer)
 
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
@@ -95,7 +95,7 @@ def check_inputs(
         return None
     if with_device:
         sampling = sides(cfg, ranks)[-1]
-        opening.check_engine(sampling.cfg, arch, sampling.ranks)
+        factory.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
     huggingface.read_model(cfg.model.path, arch)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import evaluate
 import rollout
-from engines import opening
+from engines import factory
 from knobs import Config
 from learner import Learner
 from plan import grid, parameters
@@ -44,7 +44,7 @@ class Sampler:
         ):
             Push.frozen_experts_to_host_(policy.model, device)
         # The engine reports progress, because decoding may take longer than train.stall_seconds.
-        self.engine = opening.open_engine(
+        self.engine = factory.open_engine(
             cfg, policy.arch, device, inputs.stop_tokens, inputs.pad_token, heartbeat.beat
         )
         self.push_policy = Push(cfg, policy, self.engine)

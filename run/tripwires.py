@@ -1,6 +1,6 @@
 """Checks that hold in every step of a sound run, and that stop a run that is silently wrong.
 
-CHECKS has the name of each check and says when it fires. A failed check raises Tripped with a message of at most ten
+facts/checks.py names the checks and says when each of them fires. A failed check raises Tripped with a message of at most ten
 lines, which names the cause to look for. The lists `checks.warn` and `checks.off` of the configuration name the checks
 that only warn, or that are not made.
 """

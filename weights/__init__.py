@@ -1,1 +1,1 @@
-"""Where weights come from and go to, under their Hugging Face names."""
+"""Weights under their Hugging Face names: read, exported, saved, made; and the policy, which is base and adapters."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 import train_grpo
-from engines import opening
+from engines import factory
 from engines.interface import Completion, Engine, Stack
 from facts.architectures import Architecture, layers
 from facts.engines import ENGINES
@@ -193,9 +193,9 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     every_answer_parsable(patch)
     patch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(packs_on=()))  # an accelerator's vLLM does not pack
     patch.setattr(parameters, "whole_experts", lambda *args, **kwargs: True)  # nor does it split each of them
-    patch.setattr(opening, "check_engine", lambda *args: None)
+    patch.setattr(factory, "check_engine", lambda *args: None)
     patch.setattr(check, "problems", lambda *args: [])  # the stand-in takes every model, and this is a CPU
-    patch.setattr(opening, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
+    patch.setattr(factory, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
     record(patch, folder / f"rank-{os.environ['RANK']}")
     plant(patch)
     training_command.start(cfg, train_grpo.train)

@@ -28,11 +28,7 @@ import vllm  # noqa: E402
 import world  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from engines import (  # noqa: E402
-    opening,  # noqa: E402
-    vllm_colocated,
-    vllm_inside,
-)
+from engines import factory, vllm_colocated, vllm_inside  # noqa: E402
 from engines.vllm_engine import VllmEngine  # noqa: E402
 from inputs import config, hf_config  # noqa: E402
 
@@ -52,7 +48,7 @@ def arguments(cfg: config.Config, ranks: int) -> dict:
         mock.patch.object(dist, "broadcast_object_list"),
         contextlib.suppress(Captured),
     ):
-        opening.open_engine(cfg, hf_config.read(cfg.model.path), torch.device("npu"), END, 0)
+        factory.open_engine(cfg, hf_config.read(cfg.model.path), torch.device("npu"), END, 0)
     return llm.call_args.kwargs
 
 
@@ -116,7 +112,7 @@ def opened(folder: Path) -> Iterator[VllmEngine]:
     kernels = mock.patch.object(NPUModelRunner, "profile_run"), mock.patch.object(NPUWorker, "_warm_up_atb")
     with cann_stub.mode(), kernels[0], kernels[1]:
         torch.npu.set_device(device)
-        yield opening.open_engine(cfg, hf_config.read(cfg.model.path), device, END, 0)
+        yield factory.open_engine(cfg, hf_config.read(cfg.model.path), device, END, 0)
 
 
 def held(engine: VllmEngine) -> dict[str, torch.Tensor]:

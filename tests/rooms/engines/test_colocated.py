@@ -29,7 +29,7 @@ from tiers import asked, nightly
 from torch import Tensor
 
 import parallel_setup
-from engines import opening, vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
+from engines import factory, vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
 from facts import variables
 from facts.exits import InputError
 from hardware import device as devices
@@ -304,7 +304,7 @@ def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
     sizes = [f"rollout.tensor={tensor}", "rollout.expert_parallel=false", "rollout.engine=vllm"]
     cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*sizes, *key.split()])
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        opening.check_engine(cfg, arch, 16)
+        factory.check_engine(cfg, arch, 16)
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:

@@ -23,7 +23,7 @@ import export
 import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
-from engines import opening, vllm_engine
+from engines import factory, vllm_engine
 from engines.interface import Completion
 from facts.exits import InputError
 from facts.seeds import derive_seed
@@ -139,8 +139,8 @@ def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatc
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
-        opening.check_engine(cfg, arch, 1)
-    opening.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
+        factory.check_engine(cfg, arch, 1)
+    factory.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
 
 
 # ------------------------------------------------------------------------------------------------ pack

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import aqn
 import lora_megatron
-from engines import opening, vllm_colocated, vllm_engine, vllm_inside
+from engines import factory, vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
 from engines.probe import Probe
 from engines.torch_sampler import TorchSampler
@@ -515,8 +515,8 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: asked.append("checked"))
     arch = hf_config.read(path)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    opening.open_engine(local_config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
+    factory.open_engine(local_config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
     with pytest.raises(InputError, match="device cpu packs vLLM's weights"):
-        opening.check_engine(local_config(path, {}, True), arch, 4)
-    opening.check_engine(local_config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
+        factory.check_engine(local_config(path, {}, True), arch, 4)
+    factory.check_engine(local_config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
     assert asked == ["colocated", "checked", "checked"]

@@ -23,7 +23,7 @@ import lora_megatron
 import parallel_setup
 import preflight
 from checks import dry_run_device
-from engines import opening, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from engines import factory, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from facts.architectures import Architecture
 from facts.devices import HARDWARE
 from hardware import device as devices
@@ -295,7 +295,7 @@ def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, 
     for kind in (vllm_engine.VllmEngine, vllm_colocated.ColocatedEngine):
         monkeypatch.setattr(kind, "__init__", lambda self, *args, **options: given.update(options))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    opening.open_engine(cfg, arch, torch.device("cpu"), {1}, 0)
+    factory.open_engine(cfg, arch, torch.device("cpu"), {1}, 0)
     assert given["max_sequences"] == at_once
 
 
@@ -307,7 +307,7 @@ def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, t
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
     monkeypatch.setattr(vllm_ascend, "check_dispatch", lambda arch, ranks, tokens: seen.append((ranks, tokens)))
-    opening.check_engine(cfg, real("qwen3"), 16)
+    factory.check_engine(cfg, real("qwen3"), 16)
     assert seen == [(16, tokens)]
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from engines.interface import Engine
 from facts.architectures import Architecture
-from inputs import capacity
 from knobs import Config, RolloutConfig
+from plan import capacity
 
 
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
