@@ -1,8 +1,8 @@
 """Checks that hold in every step of a sound run, and that stop a run that is silently wrong.
 
-facts/checks.py names the checks and says when each of them fires. A failed check raises Tripped with a message of at most ten
-lines, which names the cause to look for. The lists `checks.warn` and `checks.off` of the configuration name the checks
-that only warn, or that are not made.
+facts/checks.py names the checks and says when each of them fires. A failed check raises Tripped with a message of at
+most ten lines, which names the cause to look for. The lists `checks.warn` and `checks.off` of the configuration name
+the checks that only warn, or that are not made.
 """
 
 import functools
