@@ -3,7 +3,7 @@
     python preflight.py CONFIG --dry-run [section.key=value ...] [--ranks N] [--rank R] [--layers L] [--json]
 
 The trainer's own code builds rank R of the layout and runs the phases of a step. Its tensors have a shape and no
-storage, its collectives do nothing, and kernels.py takes the branches of the configured device. The micro-batch is the
+storage, its collectives do nothing, and the kernels take the branches of the configured device. The micro-batch is the
 fullest that the plan allows: rows of one prompt token and completion tokens. The tokens are spread evenly over the
 experts, and once more with the planned imbalance. The figures are compared with those of the plan; exit code 1 if one
 of them differs by more than 10 %. All ranks hold the same amount, so rank 0 is as full as any.

@@ -50,7 +50,7 @@ def _attention(query, key, value, heads, layout, mask, **options):
     return torch.empty_like(query), *statistics
 
 
-# the arguments that kernels.py uses, named and ordered as in torch_npu -> tensors like the results
+# the arguments that hardware/kernels.py uses, named and ordered as in torch_npu -> tensors like the results
 OPERATORS: dict[str, Callable] = {
     "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor group_list, int split_item, int group_type, "
     "int group_list_type) -> Tensor[]": _grouped_matmul,
@@ -116,7 +116,7 @@ GRADIENTS: dict[str, tuple[Callable, Callable]] = {
 def open_device(kind: str) -> None:
     """Give this process the device type that stands for ``kind``. It cannot be undone.
 
-    For an NPU it gets a torch_npu with the operators of kernels.py, too.
+    For an NPU it gets a torch_npu with the operators of hardware/kernels.py, too.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 

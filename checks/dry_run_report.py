@@ -202,4 +202,4 @@ def as_text(done: DryRun, rows: list[Compared]) -> str:
 
 def _device(done: DryRun) -> str:
     stand_in = "" if done.kind == "cpu" else " on a stand-in device, no kernel of it ran"
-    return f"{done.kind}: its branches of kernels.py{stand_in}"
+    return f"{done.kind}: its branches of hardware/kernels.py{stand_in}"

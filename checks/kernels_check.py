@@ -1,4 +1,4 @@
-"""Compares every operator of kernels.py, forward and backward, in bf16 and fp32, with its formula in fp64.
+"""Compares every operator of hardware/kernels.py, forward and backward, in bf16 and fp32, with its formula in fp64.
 
     torchrun --nproc_per_node=N preflight.py --operators CONFIG [section.key=value ...] [--json FILE]
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     """One use of an operator: its inputs, its formula, and the rounding error that it may have."""
 
     name: str
-    operator: Callable[..., Tensor]  # of kernels.py
+    operator: Callable[..., Tensor]  # of hardware/kernels.py
     formula: Callable[..., Tensor]  # the same in fp64
     inputs: dict[str, Tensor]  # on the CPU; fp32 tensors are cast to the dtype, except those of FP32
     trained: tuple[str, ...]  # inputs whose gradients the training uses
@@ -143,7 +143,7 @@ def cases(
 
     dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
-    # The operators are looked up in kernels.py when they are called, so that a test can replace them.
+    # The operators are looked up in hardware/kernels.py when they are called, so that a test can replace them.
     dense_cases = [
         norm("rms_norm (hidden)", own_tokens, h),
         Case("rotary", lambda *x: kernels.rotary(*x), rotary_formula, turned, ("x",), (3, 3), (1, 1)),

@@ -1,6 +1,6 @@
 """The table of architectures: of which modules a layer consists, what they are called, and how ranks split them.
 
-weights_hf, adapter_weights, aqn, export, the plan and the engines derive from `modules` what they need. Another
+weights/, aqn, export, the plan and the engines derive from `modules` what they need. Another
 model of a known kind is a row of FAMILIES; a module of a new kind is a line of `modules`. Imports no torch.
 """
 

@@ -79,7 +79,7 @@ class StepTimer:
     """
 
     def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
-        from hardware import device as devices  # here, because sweep.py reads this file without torch
+        from hardware import device as devices  # here, because train_grpo.py reads this file before torch
 
         self.devices, self.heartbeat, self.step, self.device = devices, heartbeat, step, device
         self.peaks: dict[str, float] = {}  # GiB

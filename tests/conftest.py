@@ -119,10 +119,10 @@ def vllm_imported() -> None:
     import torch
 
     from engines.vllm_inside import surroundings_kept
-    from facts import variables as environment
+    from facts import variables
 
-    variables = {variable.name: os.environ.get(variable.name, variable.value) for variable in environment.VLLM}
-    with mock.patch.dict(os.environ, variables), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():
+    asked = {variable.name: os.environ.get(variable.name, variable.value) for variable in variables.VLLM}
+    with mock.patch.dict(os.environ, asked), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own deprecations
         from vllm import LLM  # noqa: F401
 

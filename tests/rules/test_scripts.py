@@ -24,7 +24,6 @@ from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 from tiers import ci, nightly
 
 from facts import variables
-from facts import variables as environment
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config
@@ -486,17 +485,17 @@ def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -
     exports = [re.sub(r"\s+#", " #", line.strip()) for line in text.splitlines() if re.match(r"\s*export \w+=", line)]
     exports = [line for line in exports if not line.startswith("export LD_PRELOAD=")]  # a path it looks for
     # Each line sets a variable where the user has not.
-    assert exports == [f'export {v.name}="${{{v.name}:-{v.value}}}" # {v.reason}' for v in environment.START[kind]]
+    assert exports == [f'export {v.name}="${{{v.name}:-{v.value}}}" # {v.reason}' for v in variables.START[kind]]
     (unset,) = re.findall(r"^unset (.*?)\s+#", text, re.M)
-    assert sorted(unset.split()) == environment.from_a_launcher(dict.fromkeys(unset.split(), "1"))
+    assert sorted(unset.split()) == variables.from_a_launcher(dict.fromkeys(unset.split(), "1"))
 
 
 @pytest.mark.parametrize(("eager", "deterministic"), [(True, False), (False, True)])
 def test_what_the_programs_set_passes_the_doctor(eager: bool, deterministic: bool, tmp_path: Path) -> None:
-    variables = environment.VLLM + environment.START["npu"]
-    variables += environment.DETERMINISTIC["npu"] if deterministic else ()
+    given = variables.VLLM + variables.START["npu"]
+    given += variables.DETERMINISTIC["npu"] if deterministic else ()
     where = npu(tmp_path, f"rollout.enforce_eager={eager}".lower())
-    where.env |= {variable.name: variable.value for variable in variables}
+    where.env |= {variable.name: variable.value for variable in given}
     findings = doctor.examine(where, doctor.QUICK + doctor.SLOW)
     assert [str(finding) for finding in findings if finding.level != "ok"] == []
 
@@ -511,12 +510,12 @@ def test_what_the_programs_set_passes_the_doctor(eager: bool, deterministic: boo
     ],
 )
 def test_a_chip_is_of_the_kind_that_vllm_ascend_calls_it(name: str, kind: str | None) -> None:
-    assert environment.chip_kind(name) == kind
+    assert variables.chip_kind(name) == kind
 
 
 @pytest.mark.parametrize(("version", "fits"), [("9.1", True), ("9.1.RC2", True), ("9.10", False)])
 def test_a_version_stands_for_its_bug_fixes(version: str, fits: bool) -> None:
-    assert environment.matches(version, ("9.1",)) == fits
+    assert variables.matches(version, ("9.1",)) == fits
 
 
 def called(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess:
@@ -570,7 +569,7 @@ LISTS = ("npu", "npu-0.30", "npu-image", "cuda")
 SETS = (
     ("npu",),
     ("npu", "npu-0.30"),
-)  # the lists of each set of environment.VERSION_SETS, in the order of installation
+)  # the lists of each set of variables.VERSION_SETS, in the order of installation
 CUDA_ONLY = "x86_64", variables.CUDA_SET["Python"]  # cuda.txt is for this machine and these versions of Python
 CUDA_DIFFERS = {"apache-tvm-ffi", "oss-harmony"}  # pinned by vLLM for CUDA; not declared by it
 ELSEWHERE = "not on PyPI: "  # begins the reason of a line that another index has

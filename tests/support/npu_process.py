@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from facts import variables as environment  # noqa: E402
+from facts import variables  # noqa: E402
 from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 
@@ -185,7 +185,7 @@ def operate(folder: Path) -> None:
     }
     devices.set_environment("npu", deterministic=True)
     devices.make_deterministic(device)
-    answers["variables"] = {v.name: os.environ.get(v.name) for v in environment.DETERMINISTIC["npu"]}
+    answers["variables"] = {v.name: os.environ.get(v.name) for v in variables.DETERMINISTIC["npu"]}
     answers["deterministic"] = torch.are_deterministic_algorithms_enabled()
     (folder / "operations.json").write_text(json.dumps(answers))
 

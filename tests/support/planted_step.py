@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from planting import Plant, after, before, instead
+from planting import Plant, after, before, both, instead
 from pytest import MonkeyPatch
 from torch import Tensor
 
@@ -268,8 +268,9 @@ FAULTS: dict[str, Plant] = {
     "experts that start equal on both ranks": instead(lora_megatron, "derive_seed", place_on_the_rank),
     "experts exchanged at a restore": after(adapter_weights, "scatter", swapped_experts),
     "B saved as 0": instead(checkpoint, "save", save_without_b),
-    "shards joined in the wrong order in the sampler": instead(
-        huggingface, "gather", lambda real, *args: real(*args).flip(0)
+    "shards joined in the wrong order in the sampler": both(
+        instead(huggingface, "gather", lambda real, *args: real(*args).flip(0)),
+        instead(weight_sync, "gather", lambda real, *args: real(*args).flip(0)),
     ),
     "one noise in all steps of the run": instead(Push, "_add_noise", add_the_first_noise),
     "rank 1 opens no layout": instead(parallel_setup, "open_layout", refuse_the_layout, rank=1),

@@ -566,7 +566,7 @@ def test_strict_determinism_draws_by_whole_numbers(request) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the embedded sampler
-# The embedded sampler: truncation against its definition, waves, what a push checks. test_engines.py has the rest.
+# The embedded sampler: truncation against its definition, waves, what a push checks. The first part has the rest.
 #
 # Expected log-probabilities come from transformers, expected frequencies from its probabilities.
 

@@ -27,7 +27,7 @@ from knobs import Config, LossConfig, RewardConfig
 
 # --------------------------------------------------------------------------------------------------------------- config
 # The configuration from outside: how a file and overrides are read, what is refused and in which words, and the run's
-# own record of it (what loads back, what a resumed run may change). Idle keys and layouts: rooms/inputs/test_config.py.
+# own record of it (what loads back, what a resumed run may change). Idle keys and layouts come next.
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

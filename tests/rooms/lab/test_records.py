@@ -15,7 +15,7 @@ import pandas
 import pytest
 import recorded
 from recorded import commit, git, replaced
-from source import ROOT
+from source import FILES, ROOT
 
 import report
 from facts.exits import InputError
@@ -409,7 +409,7 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
             explained.add(f"{section}/{name.split('/')[1]}")
     sections = "reward|response_length|actor|rollout|aqn|replay|moe|sync|timing|perf|eval"
     logged = set()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("plan/*.py")):
+    for path in FILES.values():
         logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
     assert len(logged) > 20 and logged <= explained, logged - explained
 

@@ -30,8 +30,7 @@ from runlog import log as runlog
 
 # ------------------------------------------------------------------------------------------------------------ tripwires
 # No tripwire fires in a sound run; what a tripwire says, once or never; the exit code of a run that it ends.
-#
-# The faults for which the tripwires exist are in rooms/run/test_tripwires.py.
+# The faults for which they exist come after.
 
 # Answers of a random model are often longer than 4 tokens.
 ALL_STOP = {"checks__warn": (), "checks__off": ("truncated",)}

@@ -745,6 +745,6 @@ def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alik
 @pytest.mark.nightly
 def test_more_questions_of_several_operations_than_there_are_is_refused(monkeypatch) -> None:
     """Operands 1 to 7 have one held-out pair, {1, 7}: 3 ways to begin x 3 templates x 64 names and items x the rest."""
-    monkeypatch.setattr(data_gsm8k, "MOST_DRAWS", 1000)
+    monkeypatch.setattr(arithmetic, "MOST_DRAWS", 1000)
     with pytest.raises(InputError, match="data.num_test: found 1000000; operands 1 to 7 give about [0-9]+ different"):
         arithmetic.examples(10**6, True, 0, 1, 7, (2, 2))
