@@ -476,8 +476,6 @@ def test_an_interpreter_without_the_packages_is_refused_in_one_line(script: str,
 
 # ---------------------------------------------------------------------------------------------------------- environment
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -> None:

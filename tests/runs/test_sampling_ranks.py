@@ -27,6 +27,7 @@ from refused import refusal
 from tiers import ci, nightly
 
 import rollout
+from facts import exits
 from facts.exits import InputError
 from inputs.config import to_yaml
 from knobs import Config
@@ -259,7 +260,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_the_message_says_where(
     cfg = configuration(model, tmp_path / "out", train__stall_seconds=STALL)
     ended = apart.run(4, cfg, tmp_path, apart.strike(kind, rank, *PLACES[place]))
     assert ended.codes.count(None) == (kind == "stop") and (ended.codes[rank] is None) == (kind == "stop"), ended.text
-    assert 0 not in ended.codes and STALLED in ended.codes, ended.codes
+    assert 0 not in ended.codes and exits.STALLED in ended.codes, ended.codes
     before, after = map(re.escape, said.split("{}"))
     assert re.search(rf"{before}\d+{after}", ended.text), ended.text
 
