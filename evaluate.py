@@ -11,7 +11,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
@@ -37,9 +36,6 @@ from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from tasks.scoring import Score, Scorer
 from weights import huggingface
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(
@@ -171,9 +167,8 @@ def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]])
     tokenizer, arch = data_gsm8k.load_tokenizer(cfg.model.path), hf_config.read(cfg.model.path)
     prompt = data_gsm8k.prompt_ids([("user", question)], tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data, []))
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    embedded = cfg.rollout.model_copy(update={"engine": "torch", "sync": "merged", "expert_parallel": False})
     engine = factory.open_engine(
-        cfg.model_copy(update={"rollout": embedded}),
+        cfg.changed(rollout={"engine": "torch", "sync": "merged", "expert_parallel": False}),
         arch,
         torch.device("cpu"),
         stop_tokens,
@@ -197,8 +192,7 @@ def measure(cfg: Config) -> dict:
 
     The weights are those from which a training starts: in model.dtype, and quantised as model.quantisation says.
     """
-    whole = cfg.rollout.model_copy(update={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
-    cfg = cfg.model_copy(update={"rollout": whole})
+    cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     scorer = Scorer(cfg.reward)  # before the device
     parallel_setup.start_device(cfg)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
@@ -247,7 +241,7 @@ def main(arguments: list[str]) -> int:
                 print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}", flush=True)
     except BAD_INPUT as error:
         parallel_setup.report(rank, f"error: {one_line(error)}")
-        return 2
+        return InputError.exit_code
     return 0
 
 

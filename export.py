@@ -341,7 +341,7 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
         if step is not None:
             raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
         cfg = load_recorded(run_dir / RUN_CONFIG)
-        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(run_dir)})})
+        cfg = cfg.changed(model={"path": str(run_dir)})
         return evaluate.ask(cfg, question, huggingface.read_model(run_dir, hf_config.read(run_dir)).items())
     cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     model, base = cfg.model, huggingface.read_model(cfg.model.path, arch)

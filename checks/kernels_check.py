@@ -313,19 +313,24 @@ def as_text(table: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
-    """Check the operators on every rank."""
-    arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
-    layout = grid.of(cfg.parallel, cfg.rollout, parallel.world_size)
-    todo = cases(
+def cases_of(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
+    """The operators that one of so many ranks checks under ``cfg``."""
+    layout = grid.of(cfg.parallel, cfg.rollout, ranks)
+    return cases(
         arch,
         layout,
         tokens=memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens),
         row_tokens=cfg.row_tokens,
         lora_rank=cfg.lora.rank_of(is_expert=True),
         quantised=cfg.model.quantisation != "none",
-        seed=derive_seed(cfg.train.seed, "operators", parallel.rank),
+        seed=seed,
     )
+
+
+def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
+    """Check the operators on every rank."""
+    arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    todo = cases_of(cfg, arch, parallel.world_size, derive_seed(cfg.train.seed, "operators", parallel.rank))
     mine = [result for case in todo for result in check_operator(case, parallel.device, parallel.rank)]
     table = summary([result for one in parallel.gather_objects(mine) for result in one])
     return launched.Answer(not any(row["wrong"] for row in table), as_text(table), table)

@@ -65,7 +65,7 @@ def ask(
         if isinstance(error, OSError) and not error.filename:
             raise  # no file of the user, for example a connection that is lost: the traceback says where
         parallel_setup.report(rank, f"error: {one_line(error)}")
-        return 2
+        return InputError.exit_code
     except Tripped as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return 1

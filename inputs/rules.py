@@ -304,15 +304,10 @@ def sides(cfg: Config, ranks: int) -> list[Side]:
     sizes = {"tensor": tensor, "expert": expert}
     if rollout.expert_parallel:
         sizes = {"tensor": rollout.tensor, "expert": samplers}
-    apart = rollout.model_copy(update={"tensor": 1, "expert_parallel": False})
+    trainers = cfg.changed(rollout={"tensor": 1, "expert_parallel": False})
     return [
-        Side("trainers", cfg.model_copy(update={"rollout": apart}), 0, ranks - samplers),
-        Side(
-            "samplers",
-            cfg.model_copy(update={"parallel": parallel.model_copy(update=sizes)}),
-            ranks - samplers,
-            samplers,
-        ),
+        Side("trainers", trainers, 0, ranks - samplers),
+        Side("samplers", cfg.changed(parallel=sizes), ranks - samplers, samplers),
     ]
 
 

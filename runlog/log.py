@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -29,9 +29,6 @@ from inputs.files import disk_errors, fsync_path, read_object, write_atomically
 from knobs import Config
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 from runlog.trackers import Trackers
-
-if TYPE_CHECKING:
-    pass
 
 PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("reward", "reward/mean", 3),

@@ -29,6 +29,7 @@ from facts.architectures import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from checks import kernels_check
 from checks.kernels_check import Case  # noqa: E402
 from facts.exits import InputError  # noqa: E402
 from hardware import device as devices  # noqa: E402
@@ -109,7 +110,7 @@ def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
         refuse_first(trainer_problems(cfg, arch, ranks))
         line = packed_line(cfg, arch, ranks, mode)
         with mode:
-            cases = operators.cases(cfg, arch, ranks, seed=0)
+            cases = kernels_check.cases_of(cfg, arch, ranks, seed=0)
             for case in [*cases, *operators.more_cases(cases), line]:
                 sizes = {key: list(x.shape) for key, x in case.inputs.items()}
                 row = rows.setdefault((case.name, str(sizes)), {"operator": case.name, "sizes": sizes, "layouts": []})

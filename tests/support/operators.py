@@ -5,25 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from checks import kernels_check
 from checks.kernels_check import Case
-from facts.architectures import Architecture
-from knobs import Config
-from plan import grid, memory
-
-
-def cases(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
-    """The operators that one of so many ranks checks under ``cfg``."""
-    layout = grid.of(cfg.parallel, cfg.rollout, ranks)
-    return kernels_check.cases(
-        arch,
-        layout,
-        tokens=memory.micro_batch_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens),
-        row_tokens=cfg.row_tokens,
-        lora_rank=cfg.lora.rank_of(is_expert=True),
-        quantised=cfg.model.quantisation != "none",
-        seed=seed,
-    )
 
 
 def more_cases(cases: list[Case]) -> list[Case]:

@@ -27,7 +27,7 @@ def wrong(tensor: int, quantisation: str) -> list[str]:
     cfg = load_config(TINY, [*SMALL, f"parallel.tensor={tensor}", f"model.quantisation={quantisation}"])
     arch, rank = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], dist.get_rank()
     rows = []
-    cases = operators.cases(cfg, arch, tensor, seed=rank)
+    cases = kernels_check.cases_of(cfg, arch, tensor, seed=rank)
     if quantisation == "none":
         cases += operators.more_cases(cases) + operators.odd_widths(cases)
     for case in cases:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launched
-import operators
 import planted
 import pytest
 import torch
@@ -143,7 +142,7 @@ SMALL = ["optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 r
 
 def small_cases(quantisation: str = "none") -> list[Case]:
     cfg = load_config(CONFIGS / "tiny_cpu.yaml", [*SMALL, f"model.quantisation={quantisation}"])
-    return operators.cases(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], 2, seed=0)
+    return kernels_check.cases_of(cfg, hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0], 2, seed=0)
 
 
 def table() -> dict[tuple[str, str], list[str]]:
