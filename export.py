@@ -2,6 +2,7 @@
 
     python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
     python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
+    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft. The files are
 read back and checked (names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that
@@ -9,10 +10,10 @@ transformers and peft compute the trainer's log-probabilities from them. E exper
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import lora_megatron
+import parallel_setup
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
 from hardware import device as devices
@@ -33,13 +35,22 @@ from hardware import quantisation as quantised
 from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, to_dict
 from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
-from knobs import Config, LoraConfig, ModelConfig
+from inputs.rules import problems, refuse_first
+from knobs import Config, ModelConfig
 from runlog.run_record import changed_inputs, input_files, refuse_changed_inputs
-from weights import checkpoint, huggingface
+from weights import checkpoint, huggingface, peft_adapters, probes
 from weights.adapter_weights import Adapted, adapted_modules
+from weights.peft_adapters import Form, Pair, Pairs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
+
+READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/adapters.md
+    "stack": "Its routed experts are applied by PEFT 0.20.0 and 0.21.2 with transformers 5.19 and 5.24. PEFT with "
+    "transformers 4 leaves them out without a warning; `--form leaf` writes the form for it.",
+    "leaf": "Its routed experts are applied by PEFT with transformers 4.57.6. PEFT with transformers 5 may leave them "
+    "out without a warning; `--form stack` writes the form for it.",
+}
 
 RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, which says how to ask it
 
@@ -201,90 +212,86 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ PEFT adapter
 
 
-def adapter_tensors(modules: Sequence[Adapted], factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The factors with the names and shapes of PEFT.
-
-    PEFT adapts q, k, v, gate and up separately, so each gets a copy of our shared A and its own rows of B.
-    transformers holds the routed experts of a layer as two 3-D parameters, and PEFT the factors of all experts as one
-    2-D pair for each: lora_A (E R, in) with R fastest, lora_B (out, R E) with E fastest.
-    """
-    both = {adapted.module.target for adapted in modules if adapted.is_expert} == {"linear_fc1", "linear_fc2"}
-    tensors = {}
-    for adapted in modules:
-        if adapted.is_expert:
-            # PEFT wraps the experts once for each parameter: the wrapper of down_proj contains that of gate_up_proj.
-            inner = ".base_layer" if both and adapted.module.target == "linear_fc1" else ""
-            prefix = f"base_model.model.{adapted.name.rpartition('.')[0]}{inner}"
-            a = factors[f"{adapted.name}.A"].transpose(1, 2).flatten(0, 1)  # (E, in, R) -> (E R, in)
-            b = factors[f"{adapted.name}.B"].permute(2, 1, 0).flatten(1)  # (E, R, out) -> (out, R E)
-            tensors |= {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
-        else:
-            for name, a, b in adapted.pairs(factors):
-                prefix = f"base_model.model.{name.removesuffix('.weight')}"
-                # clone: safetensors refuses tensors that share memory.
-                tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": b.clone()}
-    return tensors
-
-
-def adapter_config(base_model: str, lora: LoraConfig, modules: Sequence[Adapted]) -> dict:
-    """PEFT's adapter_config.json for these modules.
-
-    All layers of the MLP are targeted as parameters: in Qwen MoE models PEFT takes a target module called gate_proj,
-    up_proj, down_proj or gate for the routed experts and the router of older checkpoints. lora_dropout is 0,
-    as in training.
-    """
-    attention, dense, experts = {}, {}, {}  # dicts keep the order of their keys and hold each name once
-    for _, module, rank in modules:
-        if module.kind == "experts":
-            experts[module.fused] = rank
-        elif module.kind == "attention":
-            attention |= dict.fromkeys(module.blocks, rank)
-        else:
-            dense |= {f"{block}.weight": rank for block in module.blocks}
-    others = attention | dense
-    ranks = {*others.values(), *experts.values()}
-    # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.
-    pattern = {"|".join(map(re.escape, others)): lora.rank} if len(ranks) > 1 else {}
-    if pattern and not attention:
-        _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
+def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
+    """PEFT adapts q, k, v, gate and up separately, so each gets our shared A and its own rows of B."""
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": next(iter(experts.values()), lora.rank),
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # the scale is lora_alpha / R
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "target_modules": list(attention),
-        "target_parameters": [*dense, *experts],
-        "rank_pattern": pattern,
-        "alpha_pattern": {},
-        "inference_mode": True,
+        name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)
+        for adapted in modules
+        for name, a, b in adapted.pairs(factors)
     }
 
 
 def write_adapter(
-    folder: Path, base_model: str, lora: LoraConfig, modules: Sequence[Adapted], factors: dict[str, Tensor]
+    folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form
 ) -> tuple[int, int]:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``.  -> (tensors, bytes)
+    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and what reads them.  -> tensors, bytes
 
     They name the folder of the base model from the root, because the adapter is used from anywhere. The tokenizer and
     its chat template lie beside them, as servers expect.
     """
-    tensors = adapter_tensors(modules, factors)
+    tensors = peft_adapters.tensors(arch, pairs, form)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
-    path = folder / "adapter_model.safetensors"
-    huggingface.save_file(tensors, path)
-    about = adapter_config(os.path.abspath(base_model), lora, modules)
-    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
+    settings = read_object(folder / peft_adapters.SETTINGS)
+    if settings["rank_pattern"] and not settings["target_modules"]:
+        _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
+    (folder / "README.md").write_text(f"A PEFT adapter for {base_model}. {READ_BY[form]}\n")
     copy_tokenizer(Path(base_model), folder)
+    path = folder / peft_adapters.FILE
     written = read_tensors(path)
     if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
         raise InputError(f"{path}: the file differs from what was written; is the disk sound?")
     return len(tensors), num_bytes
+
+
+# ------------------------------------------------------------------------------------------------ probes
+
+
+def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) -> str:
+    """Write the probes of weights/probes.py, with the adapter of ``source`` among them.  -> the line that says so
+
+    ``source``: a run, or a PEFT adapter for ``base`` (None: the model that it names). The reference is transformers in
+    float64, or under torchrun the run's trainer in its layout. Collective then.
+    """
+    refuse_used(out_dir)
+    cfg, settings = None, source / peft_adapters.SETTINGS
+    if settings.is_file():
+        base = base or str(read_object(settings).get("base_model_name_or_path"))
+        arch = hf_config.read(base)
+        pairs = peft_adapters.read(source, arch)
+    else:
+        cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
+        base, pairs = cfg.model.path, pairs_of(modules, factors, cfg.lora.alpha)
+    base = os.path.abspath(base)
+    with reference(base, cfg, arch, max(len(pair.a) for pair in pairs.values())) as (value, is_first):
+        found = probes.make(base, arch, value, pairs, print if is_first else lambda _: None)
+    if is_first:
+        with whole_folder(out_dir, SafetensorError) as folder:
+            probes.write(folder, found, arch)
+            given = folder / probes.PROBES / probes.GIVEN
+            if cfg is None:
+                shutil.copytree(source, given.with_suffix(".copied"))
+            else:
+                for form in READ_BY:
+                    given.with_suffix(f".{form}").mkdir()
+                    peft_adapters.write(given.with_suffix(f".{form}"), base, arch, pairs, cfg.lora.alpha, form)
+    return f"wrote {out_dir}: probes for {base}"
+
+
+@contextlib.contextmanager
+def reference(base: str, cfg: Config | None, arch: Architecture, rank: int) -> Iterator[tuple[probes.Value, bool]]:
+    """What computes the expected log-probs of adapters of at most ``rank``, and whether this is the first process."""
+    if "RANK" not in os.environ:
+        yield probes.Float64(base, probes.prompts_for(arch)), True
+        return
+    first = parallel_setup.check_launch() == 0
+    if cfg is None:
+        raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes then")
+    refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
+    with parallel_setup.open_world(cfg) as device:
+        parallel = parallel_setup.open_layout(cfg.parallel, device)
+        yield probes.Trainer(cfg, arch, parallel, max(rank, probes.RANK)), first
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -300,8 +307,8 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         raise InputError(f"{folder}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
 
 
-def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, accept_changed_inputs: bool) -> str:
-    """Write the run's model or adapter to ``out_dir``, and return the line that says what was written.
+def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
+    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``.  -> the line that says what it is
 
     InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or has
     changed since the run; accepted changes are listed in ``out_dir``/changed_inputs.json.
@@ -309,12 +316,13 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     with whole_folder(out_dir, SafetensorError) as folder:
-        if as_adapter:
+        if form is not None:
             if cfg.trains_merged:
                 _note(
                     "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
                 )
-            num_tensors, num_bytes = write_adapter(folder, cfg.model.path, cfg.lora, modules, factors)
+            pairs = pairs_of(modules, factors, cfg.lora.alpha)
+            num_tensors, num_bytes = write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
             if cfg.model.quantisation != "none":
                 _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
         else:
@@ -328,7 +336,7 @@ def export(run_dir: Path, out_dir: Path, *, as_adapter: bool, step: int | None, 
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
             _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
     return (
-        f"wrote {out_dir}: {'PEFT adapter' if as_adapter else 'merged model'} after step {found.step} "
+        f"wrote {out_dir}: {'merged model' if form is None else 'PEFT adapter'} after step {found.step} "
         f"({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
     )
 
@@ -357,20 +365,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
+    kind.add_argument("--probes", metavar="DIR", type=Path, help="adapters and log-probs for preflight.py --adapter")
     kind.add_argument("--ask", metavar="QUESTION", help="write nothing: print the greedy answer to a question")
+    parser.add_argument(
+        "--form", choices=READ_BY, default="stack", help="of --adapter: for transformers 5, or leaf for 4"
+    )
+    parser.add_argument("--base", metavar="MODEL", help="of --probes with a PEFT adapter; default: the model it names")
     parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument(
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
     )
     args = parser.parse_args(arguments)
     of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
-    print(
-        ask(args.run, args.ask, **of_run)
-        if args.ask is not None
-        else export(args.run, args.merged or args.adapter, as_adapter=args.adapter is not None, **of_run)
-    )
+    if args.ask is not None:
+        said = ask(args.run, args.ask, **of_run)
+    elif args.probes:
+        said = write_probes(args.run, args.probes, args.base, of_run)
+    else:
+        said = export(args.run, args.merged or args.adapter, form=args.form if args.adapter else None, **of_run)
+    if os.environ.get("RANK", "0") == "0":
+        print(said)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parallel_setup.run_command(main, sys.argv[1:])  # --probes may have been started by torchrun

@@ -6,6 +6,7 @@
     python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
     python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
+    python preflight.py --adapter DIR --stack PROGRAM             does it apply an adapter? (checks/adapter_check.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
@@ -240,6 +241,7 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
     "--groups": "under torchrun: do the process groups work, and how fast?",
     "--operators": "under torchrun: does every operator give its formula's answer?",
     "--layers": "under torchrun: do trainer and sampler agree on two layers?",
+    "--adapter": "does another program apply an adapter? DIR was made by export.py --probes",
     "--self-test": "alone or under torchrun: do model, gradients, a step and operators have the right numbers here?",
 }
 
@@ -264,9 +266,9 @@ def answer(option: str, arguments: list[str]) -> int:
         }
         return subprocess.run([sys.executable, "-P", "-m", "checks.dry_run", *arguments], env=environment).returncode
     import parallel_setup
-    from checks import groups, kernels_check, layers_check
+    from checks import adapter_check, groups, kernels_check, layers_check
 
-    questions = {"--groups": groups, "--operators": kernels_check, "--layers": layers_check}
+    questions = {"--adapter": adapter_check, "--groups": groups, "--operators": kernels_check, "--layers": layers_check}
     return parallel_setup.run_command(questions[option].main, arguments)
 
 
@@ -309,7 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:
-            return answer(option, [argument for argument in arguments if argument != option])
+            rest = arguments if option == "--adapter" else [other for other in arguments if other != option]
+            return answer(option, rest)
     return judge_layout(arguments)
 
 

@@ -165,7 +165,8 @@ def install(side: Side) -> None:
             if parallel.rank == 0 and not side.adapter_dir.exists():
                 side.adapter_dir.mkdir(parents=True)
                 modules = list(export.adapted_modules(arch, cfg.lora))
-                export.write_adapter(side.adapter_dir, cfg.model.path, cfg.lora, modules, whole)
+                pairs = export.pairs_of(modules, whole, cfg.lora.alpha)
+                export.write_adapter(side.adapter_dir, cfg.model.path, arch, pairs, cfg.lora.alpha, "stack")
             side.learner = self
             self._loss = side.timed(self._loss, "forward")
             self._step = side.timed(self._step, "optimizer")

@@ -512,8 +512,9 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
         name == "qwen2_no_attention_expert_rank",
         False,
     ]
-    copied = {"tokenizer.json", "generation_config.json"}
-    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"} | copied
+    copied, written = {"tokenizer.json", "generation_config.json"}, {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in out.iterdir()} == {*written, "README.md"} | copied
+    assert "transformers 5.19" in (out / "README.md").read_text()
     assert all((out / name).read_bytes() == (run.base / name).read_bytes() for name in copied)
     assert json.loads((out / "adapter_config.json").read_text()).keys() <= LoraConfig().to_dict().keys()
 

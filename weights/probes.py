@@ -1,0 +1,352 @@
+"""Probe adapters, each of one kind of module or of several, and the log-probs that a right program has with them.
+
+    DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with names and patterns as they are met
+    DIR/expected.json       prompts; log-probs of the base, with each kind, and with each kind under each known fault
+
+`preflight.py --adapter DIR --stack PROGRAM` compares a program with them. A probe adapts at most LAYERS layers, among
+them the first and the last one. R rank, P prompts, T tokens of a prompt.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from facts.architectures import Architecture, every_module, tensor_shapes
+from facts.seeds import derive_seed
+from knobs import Config
+from model.megatron_model import token_logprobs
+from parallel_setup import Parallel
+from weights import huggingface, peft_adapters
+from weights.adapter_weights import Adapted, adapted_modules
+from weights.peft_adapters import EXPERT, Form, Pair, Pairs
+from weights.policy import Policy
+
+RANK, ALPHA = 6, 9.0  # no fault of the scale equals another one: 9, 9 / 6, 9 / sqrt(6), 1
+EFFECT, LEAST, MOST = 0.3, 0.2, 0.4  # mean |change| of a prompt token's log-prob by one kind of module, in nats
+PROMPTS, TOKENS = 4, 32  # a prompt's length is a multiple of 32, because tensor ranks split it
+LAYERS = 4
+NOT_FAR = 0.02  # a fault that moves the log-probs by less, in nats, is not told from the right answer
+PROBES, EXPECTED = "probes", "expected.json"
+GIVEN = "given"  # the kind of the adapter that was asked about
+
+KINDS = {  # kind -> its matrices in a layer
+    "qkv": r"self_attn\.[qkv]_proj",
+    "proj": r"self_attn\.o_proj",
+    "dense_fc1": r"mlp\.(gate|up)_proj",
+    "dense_fc2": r"mlp\.down_proj",
+    "shared_fc1": r"mlp\.shared_expert\.(gate|up)_proj",
+    "shared_fc2": r"mlp\.shared_expert\.down_proj",
+    "router": r"mlp\.gate",
+    "experts_fc1": r"mlp\.experts\.\d+\.(gate|up)_proj",
+    "experts_fc2": r"mlp\.experts\.\d+\.down_proj",
+    "expert_first": r"mlp\.experts\.0\..*",
+    "expert_last": r"mlp\.experts\.LAST\..*",
+}
+FC1, FC2 = (tuple(f"{place}_{layer}" for place in ("dense", "shared", "experts")) for layer in ("fc1", "fc2"))
+TOGETHER = {"experts": ("experts_fc1", "experts_fc2"), "mlp_fc1": FC1, "mlp": FC1 + FC2}
+TOGETHER["all"] = ("qkv", "proj", *FC1, *FC2)
+LEAF = {"experts_fc1", *TOGETHER}  # kinds that are also written as people write them, with last names
+# Names that programs write or read, which are not PEFT's: to apply or to refuse them is right, to ignore them is not.
+PREFIXES = {
+    "names_language_model": "language_model.",
+    "names_extra_model": "model.",
+    "names_fsdp": "_fsdp_wrapped_module.",
+}
+
+Value = Callable[[Pairs], Tensor]  # the log-probs of the prompts with these updates
+
+
+# ------------------------------------------------------------------------------------------------ factors
+
+
+def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: float) -> Pairs:
+    """Random pairs. With ``size`` 1 the entries of an update have a standard deviation of 1 / sqrt(in).
+
+    Matrices that are one in Megatron (q, k, v; gate, up) share their A. A pair depends on its name and on nothing else.
+    """
+    shapes, pairs = tensor_shapes(arch), {}
+    for name in names:
+        rows, columns = shapes[f"{name}.weight"]
+        block, leaf = name.rsplit(".", 1)
+        shared = leaf if leaf in ("o_proj", "down_proj", "gate") else "in"
+        of_a, of_b = (
+            torch.Generator().manual_seed(derive_seed("probe", text)) for text in (f"{block}.{shared}", f"{name} B")
+        )
+        a = torch.randn(rank, columns, generator=of_a) / math.sqrt(columns)
+        b = torch.randn(rows, rank, generator=of_b) * size * math.sqrt(rank) / alpha
+        pairs[name] = Pair(a, b, alpha / rank)
+    return pairs
+
+
+def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[str, Tensor]:
+    """The pairs as whole factors of a checkpoint (Adapted.factor_shapes), whose own scale is ``alpha`` / R.
+
+    Pairs of one module that do not share A lie one beside the other in its rank.
+    """
+    factors = {}
+    for adapted in modules:
+        (a_name, a_shape), (b_name, b_shape) = adapted.factor_shapes().items()
+        a, b = factors[a_name], factors[b_name] = torch.zeros(a_shape), torch.zeros(b_shape)
+        for expert in range(adapted.module.copies):
+            a_of_it, b_of_it = (a[expert].t(), b[expert].t()) if adapted.is_expert else (a, b)
+            held, row, place = None, 0, slice(0, 0)
+            for block, (rows, *_) in adapted.module.blocks.items():
+                if pair := pairs.get(adapted.layer + block.format(expert)):
+                    if held is None or not torch.equal(pair.a, held):
+                        place = slice(place.stop, place.stop + len(pair.a))
+                    held = a_of_it[place] = pair.a
+                    b_of_it[row : row + rows, place] = pair.scale * adapted.rank / alpha * pair.b
+                row += rows
+    return factors
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
+    """What programs got wrong, by a name that says it: the pairs that a right program would need for the same result.
+
+    A fault that changes nothing in these pairs is left out.
+    """
+
+    def only(pattern: str) -> Pairs:
+        return {name: pair for name, pair in pairs.items() if re.search(pattern, name)}
+
+    def scaled(factor: Callable[[Pair], float]) -> Pairs:
+        return {name: pair._replace(scale=factor(pair)) for name, pair in pairs.items()}
+
+    def moved(by: int) -> Pairs:
+        def other(match: re.Match) -> str:
+            return f".experts.{(int(match[1]) + by) % arch.num_experts}."
+
+        return {re.sub(r"\.experts\.(\d+)\.", other, name): pair for name, pair in pairs.items()}
+
+    def exchanged(name: str) -> str:
+        return re.sub(r"(gate|up)_proj$", lambda match: {"gate": "up_proj", "up": "gate_proj"}[match[1]], name)
+
+    layers = sorted({int(name.split(".")[2]) for name in pairs})
+    half = "|".join(map(str, range(arch.num_experts // 2)))
+    found = {
+        "scale alpha instead of alpha / R": scaled(lambda pair: pair.scale * len(pair.a)),
+        "scale 1 instead of alpha / R": scaled(lambda _: 1.0),
+        "scale alpha / sqrt R instead of alpha / R": scaled(lambda pair: pair.scale * math.sqrt(len(pair.a))),
+        "applied twice": scaled(lambda pair: 2 * pair.scale),
+        "sign reversed": scaled(lambda pair: -pair.scale),
+        "experts shifted by one": moved(1),
+        "experts shifted by minus one": moved(-1),
+        "gate and up swapped": {exchanged(name): pair for name, pair in pairs.items()},
+        "attention only": only(r"\.self_attn\."),
+        "all but attention": only(r"\.mlp\."),
+        "all but routed experts": only(r"^(?!.*\.experts\.)"),
+        "routed experts only": only(r"\.experts\."),
+        "all but dense and shared MLP": only(r"\.self_attn\.|\.experts\.|\.gate$"),
+        "first half of the experts only": only(rf"^(?!.*\.experts\.)|\.experts\.({half})\."),
+        "gate without up": only(r"(?<!up_proj)$"),
+        "up without gate": only(r"(?<!gate_proj)$"),
+        "fc1 without fc2": only(r"(?<!down_proj)$"),
+        "fc2 without fc1": only(r"(?<!gate_proj)(?<!up_proj)$"),
+        "q without k, v": only(r"(?<!k_proj)(?<!v_proj)$"),
+        "first layer only": only(rf"^model\.layers\.{layers[0]}\."),
+        "all but the last layer": only(rf"^model\.layers\.(?!{layers[-1]}\.)"),
+        "factors of the neighbouring TP2 shard": {name: _neighbours(name, pair) for name, pair in pairs.items()},
+    } | _stacks_misread(pairs, arch)
+    return {name: wrong for name, wrong in found.items() if wrong and not _same(wrong, pairs)}
+
+
+def _same(some: Pairs, others: Pairs) -> bool:
+    return some.keys() == others.keys() and all(
+        pair.scale == others[name].scale and torch.equal(pair.a, others[name].a) and torch.equal(pair.b, others[name].b)
+        for name, pair in some.items()
+    )
+
+
+def _neighbours(name: str, pair: Pair) -> Pair:
+    """The pair with the halves exchanged that two tensor ranks hold: rows of B, or columns of A."""
+    if name.endswith((".o_proj", ".down_proj")):
+        return pair._replace(a=pair.a.roll(pair.a.shape[1] // 2, 1))
+    return pair if name.endswith(".gate") else pair._replace(b=pair.b.roll(len(pair.b) // 2, 0))
+
+
+def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
+    """The stack of all experts' B, read or written with the other order of expert and rank."""
+    groups: dict[str, list[str]] = {}
+    for name in pairs:
+        if match := EXPERT.fullmatch(name):
+            groups.setdefault(f"{match[1]} {match[3]}", []).append(name)
+    read, written = dict(pairs), dict(pairs)
+    for names in groups.values():
+        if len(names) < arch.num_experts or len({pairs[name].b.shape for name in names}) > 1:
+            continue
+        names.sort(key=lambda name: int(EXPERT.fullmatch(name)[2]))
+        stack = torch.stack([pairs[name].b for name in names])  # (E, out, R)
+        sizes = stack.shape[::2]
+        as_read = stack.permute(1, 2, 0).flatten(1).unflatten(1, sizes)  # written with E fastest, read with R fastest
+        as_written = stack.permute(1, 0, 2).flatten(1).unflatten(1, sizes[::-1]).transpose(1, 2)  # the reverse
+        for expert, name in enumerate(names):
+            read[name] = pairs[name]._replace(b=as_read[:, expert])
+            written[name] = pairs[name]._replace(b=as_written[:, expert])
+    return {
+        "experts' B read with rank and expert exchanged": read,
+        "experts' B written with rank and expert exchanged": written,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ expected log-probs
+
+
+def prompts_for(arch: Architecture) -> list[list[int]]:
+    """Random tokens, the same for every model with as large a vocabulary.  (P, T)"""
+    generator = torch.Generator().manual_seed(derive_seed("probe", "prompts"))
+    return torch.randint(3, min(arch.vocab_size, 2**16), (PROMPTS, TOKENS), generator=generator).tolist()
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> Tensor:
+    """Of every prompt token but the first, by a model of transformers.  (P, T - 1) in fp64"""
+    ids = torch.tensor(prompts)
+    found = model(ids, use_cache=False).logits.double().log_softmax(-1)[:, :-1]
+    return found.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+class Float64:
+    """The reference: transformers in float64, to whose weights an update is added, and taken away again."""
+
+    def __init__(self, model_dir: str, prompts: list[list[int]]) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}  # not all take fp64
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, **plain).eval()
+        self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        kept = {name: self.weights[f"{name}.weight"].clone() for name in pairs}
+        for name, pair in pairs.items():
+            self.weights[f"{name}.weight"].add_(pair.b.double() @ pair.a.double(), alpha=pair.scale)
+        try:
+            return logprobs(self.model, self.prompts)
+        finally:
+            for name, weight in kept.items():
+                self.weights[f"{name}.weight"].copy_(weight)
+
+
+class Trainer:
+    """The trainer's policy in the layout of a run, on all ranks. Collective."""
+
+    def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, rank: int) -> None:
+        """``rank``: the largest of the pairs that will come. Those of q, k and v may need three times as many rows."""
+        width = 3 * rank
+        targets = sorted({module.target for module in every_module(arch)} - {""})
+        lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}
+        cfg = cfg.changed(lora=lora, rollout={"temperature": 1.0})
+        self.policy, self.modules = Policy.load(cfg, arch, parallel), list(adapted_modules(arch, cfg.lora))
+        self.policy.model.to(parallel.device)
+        self.tokens = torch.tensor(prompts_for(arch), device=parallel.device)
+        self.mask = torch.ones_like(self.tokens).index_fill(1, self.tokens.new_zeros(1), 0)
+
+    @torch.no_grad()
+    def __call__(self, pairs: Pairs) -> Tensor:
+        policy = self.policy
+        policy.load_(whole_factors(pairs, self.modules, policy.cfg.lora.alpha))
+        return token_logprobs(policy.model, self.tokens, self.mask, policy.parallel).logp[:, 1:].double().cpu()
+
+
+# ------------------------------------------------------------------------------------------------ the folder
+
+
+class Probes(NamedTuple):
+    kinds: dict[str, Pairs]
+    expected: dict[str, Any]  # see EXPECTED
+
+
+def make(model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]) -> Probes:
+    """The probes for the base ``model``. ``value`` is the reference; ``given``: see GIVEN."""
+    base, kinds = value({}), {GIVEN: given}
+    for kind in KINDS:
+        if found := _sized(kind, arch, value, base, say):
+            kinds[kind] = found
+    for kind, parts in TOGETHER.items():
+        if there := [part for part in parts if part in kinds]:
+            kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
+    expected: dict[str, Any] = {"model": model, "prompts": prompts_for(arch), "base": base.tolist(), "kinds": {}}
+    for kind, pairs in kinds.items():
+        right = value(pairs)
+        wrong = {name: value(changed) for name, changed in faults(pairs, arch).items()}
+        far = {name: values.tolist() for name, values in wrong.items() if (values - right).abs().mean() > NOT_FAR}
+        expected["kinds"][kind] = {"right": right.tolist(), "faults": far}
+        effect = (right - base).abs().mean().item()
+        say(f"{kind:14} {len(pairs):6} matrices  {effect:.2f} nats  {len(far)} faults")
+    return Probes(kinds, expected)
+
+
+def write(folder: Path, probes: Probes, arch: Architecture) -> None:
+    """Write expected.json, and the adapters of all kinds but the given one."""
+    (folder / EXPECTED).write_text(json.dumps(probes.expected))
+    for kind in probes.kinds.keys() - {GIVEN}:
+        write_forms(folder / PROBES, kind, probes.expected["model"], arch, probes.kinds[kind])
+
+
+def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> Pairs:
+    """The pairs of a kind, of the size that has the EFFECT; empty if the model has no such module, or it has none."""
+    pattern = rf"model\.layers\.(\d+)\.{KINDS[kind].replace('LAST', str(arch.num_experts - 1))}"
+    names = [name.removesuffix(".weight") for name in tensor_shapes(arch) if name.endswith(".weight")]
+    of_layer: dict[int, list[str]] = {}
+    for name in names:
+        if match := re.fullmatch(pattern, name):
+            of_layer.setdefault(int(match[1]), []).append(name)
+    every = list(of_layer)
+    count = min(LAYERS, len(every))
+    chosen = {every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)}
+    names, size = [name for layer in sorted(chosen) for name in of_layer[layer]], 0.1
+    for _ in range(8 if names else 0):  # the effect grows about in proportion
+        pairs = draw(names, arch, RANK, ALPHA, size)
+        effect = (value(pairs) - base).abs().mean().item()
+        if LEAST <= effect <= MOST:
+            return pairs
+        size *= min(8.0, EFFECT / effect) if effect else 8.0
+    if names:
+        say(f"{kind}: left out, because no factors move the log-probs by {LEAST} to {MOST} nats")
+    return {}
+
+
+def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pairs: Pairs) -> None:
+    """Write the adapter in every form that its modules have, and attention also under other names and with patterns."""
+    forms: list[Form] = ["full"]
+    if kind in LEAF:
+        forms.append("leaf")
+    if any(".mlp." in name for name in pairs):
+        forms.append("stack")
+    for form in forms:
+        target = folder / f"{kind}.{form}"
+        target.mkdir(parents=True)
+        peft_adapters.write(target, base_model, arch, pairs, ALPHA, form)
+    if kind != "qkv":
+        return
+    tensors = peft_adapters.tensors(arch, pairs, "leaf")
+    settings = peft_adapters.config(base_model, arch, pairs, ALPHA, "leaf")
+    for label, prefix in PREFIXES.items():
+        named = {name.replace(peft_adapters.PREFIX, peft_adapters.PREFIX + prefix): t for name, t in tensors.items()}
+        _write_variant(folder / f"{kind}.{label}", named, settings)
+    half = {n: t / 2 if re.search(r"q_proj\.lora_B", n) else t for n, t in tensors.items()}
+    _write_variant(folder / f"{kind}.alpha_pattern", half, settings | {"alpha_pattern": {"q_proj": 2 * ALPHA}})
+    wide = {n: _padded(n, t) if "q_proj" in n else t for n, t in tensors.items()}
+    _write_variant(folder / f"{kind}.rank_pattern", wide, settings | {"rank_pattern": {"q_proj": 2 * RANK}})
+
+
+def _padded(name: str, tensor: Tensor) -> Tensor:
+    """A factor of twice the rank; B is doubled, because the scale is alpha / R."""
+    zeros = torch.zeros_like(tensor)
+    return torch.cat([tensor, zeros]) if "lora_A" in name else 2 * torch.cat([tensor, zeros], 1)
+
+
+def _write_variant(folder: Path, tensors: Mapping[str, Tensor], settings: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    huggingface.save_file(dict(tensors), folder / peft_adapters.FILE)
+    (folder / peft_adapters.SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
