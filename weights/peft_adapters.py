@@ -108,19 +108,22 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
     """
     experts = {name: pair for name, pair in pairs.items() if EXPERT.fullmatch(name)}
     others = {name: pair for name, pair in pairs.items() if name not in experts}
-    modules, parameters = list(pairs), []
-    if form == "leaf":
-        modules = sorted({name.rpartition(".")[2] for name in pairs})
-    elif form == "stack":
-        modules = _without_layer([name for name in others if ".mlp." not in name], arch)
-        parameters = [f"{name}.weight" for name in _without_layer([name for name in others if ".mlp." in name], arch)]
-        parameters += _without_layer([f"{block}.{fused}" for block, fused in _stacks(experts)], arch)
+    modules, parameters = _without_layer(list(others), arch), []
+    if form == "stack":
+        parameters = [f"{name}.weight" for name in modules if "mlp." in name]
+        modules = [name for name in modules if "mlp." not in name]
     (rank,) = {len(pair.a) for pair in others.values()} or {0}
     (expert_rank,) = {len(pair.a) for pair in experts.values()} or {rank}
     # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.
     pattern = {}
     if rank and rank != expert_rank:
-        pattern["|".join(map(re.escape, _without_layer(list(others), arch)))] = rank
+        pattern["|".join(map(re.escape, modules + parameters))] = rank
+    if form == "stack":
+        parameters += _without_layer([f"{block}.{fused}" for block, fused in _stacks(experts)], arch)
+    elif form == "leaf":
+        modules = sorted({name.rpartition(".")[2] for name in pairs})
+    else:
+        modules = list(pairs)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
