@@ -3,8 +3,9 @@
     torchrun --nproc_per_node=N preflight.py --layers CONFIG [section.key=value ...] --folder DIR [--json FILE]
 
 The check writes the model's config.json with two layers and random weights to DIR, loads it and hands it to the
-configured engine as in a run. Then it makes every adapter's update as large as the weight that it changes, pushes it as
-after a step, and compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap does.
+configured engine as in a run. Then it gives every adapter an update as large as the weight that it changes, pushes it
+as after a step, and compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap does. If they
+differ, a fault of weights/probes.py is named whose log-probs the sampler has.
 The mean difference of all tokens does not show one wrong expert of many. Therefore the tokens of each expert are also
 judged by themselves: their median may be at most FACTOR times the median of the other tokens. It is a median because in
 bf16 a token at which two experts almost tie may differ much in a sound run.
@@ -14,16 +15,15 @@ S sequences, T tokens of a row, L MoE layers, K experts a token.
 
 import functools
 import json
-import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import lora_megatron
 import rollout
 from checks import launched, sampling_check
 from data_gsm8k import Question
@@ -43,10 +43,13 @@ from parallel_setup import Parallel
 from run.tripwires import GAP_FLOOR, wrong_merge
 from tasks.scoring import Score
 from weight_sync import Push
-from weights import adapter_weights, huggingface, tiny_model
+from weights import huggingface, probes, tiny_model
+from weights.adapter_weights import Adapted, adapted_modules
+from weights.peft_adapters import Pairs
 from weights.policy import Policy
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
+BASE_SIZE = 0.5  # of the random weights: a standard deviation of 0.5 / sqrt(in), as in weights/tiny_model.py
 HEAD = 2.0  # logits of standard deviation 1, not 0.5, so that the sampled tokens depend more on the layers
 LEAST_TOKENS = 24  # sampled tokens of an expert that is judged; with so many, chance does not double a median
 FACTOR = 2.0  # Qwen3's layers in bf16 on a CPU: 1.2 if sound, 2.6 to 3.0 if one expert lacks its update
@@ -80,20 +83,13 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> No
     huggingface.save_model(weights, folder)
 
 
-@torch.no_grad()
-def enlarge_(policy: Policy, seed: int) -> None:
-    """Random factors, in place: each update (alpha / R) B A gets the size of the base weights, 0.5 / sqrt(in).
-
-    The factors are the same in every layout.
-    """
-    whole = {}
-    for name, factor in policy.factors.items():
-        shape, (module, _, letter) = lora_megatron.whole_shape(factor, policy.parallel), name.rpartition(".")
-        # A is (R, in) or (E, in, R), B is (out, R) or (E, R, out). The product sums over the second axis of both.
-        std = (1.0 if letter == "A" else 0.5 / policy.adapters[module].scale) / math.sqrt(shape[1])
-        generator = torch.Generator().manual_seed(derive_seed(seed, "moved", name))
-        whole[adapter_weights.hf_name(name, policy.arch)] = torch.randn(shape, generator=generator) * std
-    policy.load_(whole)
+def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
+    """A random update of each adapted matrix, as large as the matrix. The updates are the same in every layout."""
+    pairs: Pairs = {}
+    for adapted in modules:
+        names = [name.removesuffix(".weight") for part in adapted.parts() for name in adapted.names(part)]
+        pairs |= probes.draw(names, arch, adapted.rank, alpha, BASE_SIZE)
+    return pairs
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
@@ -188,7 +184,9 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
         push.check_start(probe)
-    enlarge_(policy, cfg.train.seed)
+    modules = list(adapted_modules(arch, cfg.lora))
+    pairs = enlarged(modules, arch, cfg.lora.alpha)
+    policy.load_(probes.whole_factors(pairs, modules, cfg.lora.alpha))
     push.clean()
     replicas = parallel.world_size // cfg.rollout.tensor
     shape = (max(PROMPTS // replicas, 8) // 2, min(PROMPT_TOKENS, cfg.data.max_prompt_tokens))
@@ -238,8 +236,25 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     figures["wrong"] = judged(figures, experts)
     if not figures["gap_mean"] <= bound:
         figures["wrong"] += f"; {push.probe.first_differing_layer(probe, bound)}"
+        odd = torch.tensor([not gap <= bound for gap in figures["gap_by_replica"]])[replica]
+        figures["wrong"] += known_fault(policy, pairs, modules, lambda: gaps_of(None), odd, bound)
     engine.close()
     return figures
+
+
+def known_fault(
+    policy: Policy, pairs: Pairs, modules: list[Adapted], gaps_of: Callable, odd: Tensor, bound: float
+) -> str:
+    """The fault of probes.faults with which the trainer has the log-probs of the ``odd`` sequences; "" if none does.
+
+    It changes the factors. Collective.
+    """
+    for name, wrong in {"the base": {}, **probes.faults(pairs, policy.arch)}.items():
+        policy.load_(probes.whole_factors(wrong, modules, policy.cfg.lora.alpha))
+        gaps, mask, _ = gaps_of()
+        if policy.parallel.max_over_ranks(gaps[odd][mask[odd]].mean().item()) <= bound:
+            return f"; the sampler has: {name}"
+    return ""
 
 
 def judged(figures: dict, experts: list[dict]) -> str:

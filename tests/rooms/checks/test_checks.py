@@ -344,6 +344,8 @@ def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
     assert codes == [1, 1] and "(samplers 1 of 2, " in found["wrong"]
     assert "nats a token, at most 0.001 expected" in found["wrong"]
     assert "layer 0 is the first whose output differs" in found["wrong"]
+    # The experts are merged in memory that it shares with the trainer.
+    assert found["wrong"].endswith("; the sampler has: routed experts only"), found["wrong"]
 
 
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
