@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import inspect
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import launched
 import planted
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 import training
@@ -23,13 +29,15 @@ from gpu_attention import FORMS, as_on_a_gpu
 from launched import launch
 from planting import Plant, after
 from pytest import MonkeyPatch
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from source import ROOT
 from tiers import asked, nightly
 from torch import Tensor
 
+import export
 import parallel_setup
-from checks import groups, kernels_check, layers_check, sampling_check
+from checks import adapter_check, groups, kernels_check, layers_check, sampling_check
 from checks.kernels_check import Case
 from checks.launched import Answer
 from facts.exits import InputError
@@ -40,6 +48,7 @@ from inputs.config import load_config, to_yaml
 from knobs import Config, ParallelConfig
 from model import batches
 from parallel_setup import Parallel
+from weights import peft_adapters, probes
 
 # --------------------------------------------------------------------------------------------------------------- groups
 
@@ -542,3 +551,208 @@ def test_what_cannot_be_tested_here_is_one_line_and_exit_code_2(arguments: list[
     done = self_test(*arguments)
     assert done.returncode == 2, done
     assert said in done.stderr.splitlines()[-1], done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+# adapter_check.py: PEFT is the program that is asked. Its adapters here are wrong as their files are, not as
+# probes.faults has them.
+
+EXPERTS, RANK = 8, probes.RANK
+SMALL = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": EXPERTS, "num_experts_per_tok": 2}
+
+
+class Asked(NamedTuple):
+    code: int
+    rows: dict[str, dict]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory) -> Path:
+    """The probes of an adapter that PEFT itself has made and saved, for a Qwen2-MoE with a dense and a MoE layer."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path_factory.mktemp("probed")
+    base = reference.save("qwen2_moe", folder / "base", **SMALL)
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={"o_proj": 3},
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(reference.load(base), settings)
+    for name, factor in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(factor, std=0.1)
+    model.save_pretrained(folder / "own")
+    assert export.main([str(folder / "own"), "--probes", str(folder / "probes")]) == 0
+    return folder / "probes"
+
+
+def ask(folder: Path, stack: str, *more: str) -> Asked:
+    """What the check says about each probe of a folder."""
+    code = adapter_check.main(["--adapter", str(folder), "--stack", stack, "--json", str(folder / "found.json"), *more])
+    figures = json.loads((folder / "found.json").read_text())
+    return Asked(code, {row["probe"]: row for row in figures["rows"]}, json.dumps(figures))
+
+
+def swapped(tensor: Tensor, dim: int) -> Tensor:
+    """With the first half of a dimension after the second."""
+    return torch.cat(tensor.chunk(2, dim)[::-1], dim)
+
+
+def shifted(name: str, tensor: Tensor) -> Tensor:
+    """Factors of the stack of all experts, A (E R, in) and B (out, R E), given to the next expert."""
+    if "experts" not in name:
+        return tensor
+    return tensor.roll(RANK, 0) if "lora_A" in name else tensor.unflatten(1, (RANK, -1)).roll(1, 2).flatten(1)
+
+
+WRONG: dict[str, tuple[str, dict, Callable[[str, Tensor], Tensor], str, str]] = {
+    # name: (probe, changes of adapter_config.json, of each factor, verdict, remark)
+    "right": ("all.stack", {}, lambda name, x: x, "applied", "effect"),
+    "alpha": ("all.stack", {"lora_alpha": RANK * probes.ALPHA}, lambda name, x: x, "wrong", "scale alpha instead of"),
+    "rslora": ("all.stack", {"use_rslora": True}, lambda name, x: x, "wrong", "scale alpha / sqrt R"),
+    "shifted": ("all.stack", {}, shifted, "wrong", "experts shifted by one"),
+    "neighbour": (
+        "qkv.full", {}, lambda name, x: swapped(x, 0) if "lora_B" in name else x, "wrong", "neighbouring TP2 shard"
+    ),
+    "neighbour_down": (
+        "experts_fc2.stack", {}, lambda name, x: swapped(x, 1) if "lora_A" in name else x, "wrong", "neighbouring TP2"
+    ),
+    "gate_up": (
+        "experts_fc1.stack", {}, lambda name, x: swapped(x, 0) if "lora_B" in name else x, "wrong", "gate and up"
+    ),
+    "attention": ("all.stack", {}, lambda name, x: x if "attn" in name else 0 * x, "wrong", "attention only"),
+    "base": ("all.stack", {}, lambda name, x: 0 * x, "ignored", "the base, bit for bit"),
+    "unknown": ("all.stack", {}, lambda name, x: x.flip(0) if "_proj.lora_A" in name else x, "wrong", "no known fault"),
+    "broken": ("qkv.full", {}, lambda name, x: x[:2], "refused", ""),
+}  # fmt: skip
+
+
+def test_what_is_wrong_with_an_adapter_is_named(probed: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        shutil.copy(probed / "expected.json", folder)
+        for label, (probe, settings, change, *_) in WRONG.items():
+            source, target = probed / "probes" / probe, folder / "probes" / f"{probe.partition('.')[0]}.{label}"
+            target.mkdir(parents=True)
+            about = json.loads((source / "adapter_config.json").read_text()) | settings
+            (target / "adapter_config.json").write_text(json.dumps(about))
+            factors = load_file(source / "adapter_model.safetensors")
+            changed = {name: change(name, factor).contiguous() for name, factor in factors.items()}
+            save_file(changed, target / "adapter_model.safetensors", metadata={"format": "pt"})
+        code, rows, _ = ask(folder, "peft", "--dtype", dtype)
+        assert code == 1 and len(rows) == len(WRONG)
+        for label, (probe, _, _, verdict, remark) in WRONG.items():
+            row = rows[f"{probe.partition('.')[0]}.{label}"]
+            assert row["verdict"] == verdict and remark in row["remark"], row
+
+
+def test_an_adapter_from_peft_is_read_as_peft_applies_it_and_what_peft_drops_is_found(probed: Path) -> None:
+    """PEFT 0.21.2 with transformers 5.19: the experts of a Qwen2-MoE adapter with a pair an expert are left out."""
+    code, rows, _ = ask(probed, "peft", "--only", "given")
+    assert code == 0 and rows["given.copied"]["verdict"] == "applied"
+    code, rows, _ = ask(probed, "peft", "--only", "all")
+    assert code == 1 and rows["all.stack"]["verdict"] == "applied"
+    for form in ("all.full", "all.leaf"):
+        assert rows[form]["remark"] == "all but routed experts" and not rows[form]["warned"], rows[form]
+    _, rows, _ = ask(probed, "peft", "--only", "names_")
+    assert {row["verdict"] for row in rows.values()} == {"ignored"}
+    assert all("missing adapter keys" in row["warned"] for row in rows.values())
+    _, rows, _ = ask(probed, "peft", "--only", "pattern")
+    assert {row["verdict"] for row in rows.values()} == {"applied"} and len(rows) == 2
+
+
+@pytest.mark.parametrize("layout", ["TP2_EP2", "EP2"])
+def test_the_trainer_applies_every_probe_in_any_layout(probed: Path, layout: str) -> None:
+    (rank, *_), expected = world.in_layouts([layout], by_trainer, probed)[layout], probed / "expected.json"
+    known = json.loads(expected.read_text())
+    for name, found in rank.items():
+        right = torch.tensor(known["kinds"][name.partition(".")[0]]["right"] if name else known["base"])
+        assert (found - right).abs().max() < 1e-5, name
+    assert len(rank) > 30
+
+
+def by_trainer(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
+    """The log-probs of the trainer with each probe that has the names of the base model; "" without one."""
+    base = json.loads((folder / "expected.json").read_text())["model"]
+    arch = hf_config.read(base)
+    cfg = training.config(Path(base), folder, model__path=base)
+    trainer = probes.Trainer(cfg, arch, parallel, RANK)
+    adapters = {path.name: path for path in (folder / "probes").iterdir() if "names_" not in path.name}
+    return {"": trainer({})} | {name: trainer(peft_adapters.read(path, arch)) for name, path in adapters.items()}
+
+
+@contextlib.contextmanager
+def served(expected: dict, echo: bool, answers: dict[str, list]) -> Iterator[str]:
+    """The address of a server that has these log-probs a model, and refuses to load any other adapter."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, {"data": [{"id": "base"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/v1/load_lora_adapter":
+                return self.reply(200 if body["lora_name"] in answers else 400, {"error": "no such module"})
+            prompt = body["prompt"]
+            row = answers[body["model"]][expected["prompts"].index(prompt)]
+            choice: dict = {"text": "a"}
+            if echo and body.get("echo"):
+                choice["logprobs"] = {"token_logprobs": [None, *row, -0.5]}
+            elif not echo:
+                keyed = zip(prompt[1:], row, strict=True)
+                choice["prompt_logprobs"] = [None, *({str(token): {"logprob": logp}} for token, logp in keyed)]
+            return self.reply(200, {"choices": [choice]})
+
+        def reply(self, code: int, content: dict) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *unused) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_server_is_asked_for_the_log_probs_of_the_prompts(probed: Path, echo: bool) -> None:
+    expected = json.loads((probed / "expected.json").read_text())
+    right = expected["kinds"]["qkv"]["right"]
+    answers = {"base": expected["base"], "qkv.full": right, "qkv.names_fsdp": expected["base"]}
+    with served(expected, echo, answers) as url:
+        code, rows, _ = ask(probed, url, "--only", "qkv")
+    assert code == 1
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        "qkv.full": "applied",
+        "qkv.names_fsdp": "ignored",
+    } | dict.fromkeys(set(rows) - answers.keys(), "refused")
+    assert (
+        "HTTP 400: " in rows["qkv.alpha_pattern"]["remark"] and "no such module" in rows["qkv.alpha_pattern"]["remark"]
+    )
+
+
+def test_a_program_with_another_base_is_unusable(probed: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(probed, tmp_path / "probes")
+    expected = json.loads((probed / "expected.json").read_text())
+    expected["model"] = str(reference.save("qwen2_moe", tmp_path / "other", seed=1, **SMALL))
+    (tmp_path / "probes" / "expected.json").write_text(json.dumps(expected))
+    given = ["--adapter", str(tmp_path / "probes"), "--stack"]
+    for stack, said in (
+        ("peft", "the base differs by"),
+        ("pefd", "found pefd; needed: transformers, "),
+        ("trainer", "CONFIG"),
+    ):
+        assert adapter_check.main([*given, stack]) == 2
+        assert said in capsys.readouterr().err
