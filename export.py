@@ -35,7 +35,6 @@ from hardware import quantisation as quantised
 from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, to_dict
 from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
-from inputs.rules import problems, refuse_first
 from knobs import Config, ModelConfig
 from runlog.run_record import changed_inputs, input_files, refuse_changed_inputs
 from weights import checkpoint, huggingface, peft_adapters, probes
@@ -264,9 +263,17 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = cfg.model.path, pairs_of(modules, factors, cfg.lora.alpha)
     base = os.path.abspath(base)
-    with reference(base, cfg, arch, max(len(pair.a) for pair in pairs.values())) as (value, is_first):
-        found = probes.make(base, arch, value, pairs, print if is_first else lambda _: None)
-    if is_first:
+    under_torchrun, first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+    if under_torchrun and cfg is None:
+        raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes then")
+    rank = max(probes.RANK, *(len(pair.a) for pair in pairs.values()))
+    if cfg and under_torchrun:
+        reference: contextlib.AbstractContextManager[probes.Value] = probes.Trainer.opened(cfg, arch, rank)
+    else:
+        reference = contextlib.nullcontext(probes.Float64(base, arch))
+    with reference as value:
+        found = probes.make(base, arch, value, pairs, print if first else lambda _: None)
+    if first:
         with whole_folder(out_dir, SafetensorError) as folder:
             probes.write(folder, found, arch)
             given = folder / probes.PROBES / probes.GIVEN
@@ -277,21 +284,6 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
                     given.with_suffix(f".{form}").mkdir()
                     peft_adapters.write(given.with_suffix(f".{form}"), base, arch, pairs, cfg.lora.alpha, form)
     return f"wrote {out_dir}: probes for {base}"
-
-
-@contextlib.contextmanager
-def reference(base: str, cfg: Config | None, arch: Architecture, rank: int) -> Iterator[tuple[probes.Value, bool]]:
-    """What computes the expected log-probs of adapters of at most ``rank``, and whether this is the first process."""
-    if "RANK" not in os.environ:
-        yield probes.Float64(base, probes.prompts_for(arch)), True
-        return
-    first = parallel_setup.check_launch() == 0
-    if cfg is None:
-        raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes then")
-    refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
-    with parallel_setup.open_world(cfg) as device:
-        parallel = parallel_setup.open_layout(cfg.parallel, device)
-        yield probes.Trainer(cfg, arch, parallel, max(rank, probes.RANK)), first
 
 
 # ------------------------------------------------------------------------------------------------ the command

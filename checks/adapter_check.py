@@ -30,12 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import parallel_setup
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import command, command_line, load_config
 from inputs.files import one_line, read_object
-from inputs.rules import problems, refuse_first
 from weights import peft_adapters, probes
 
 # The name of the type in model.dtype, and nats in the mean; a program's own error on the base widens them.
@@ -152,12 +150,9 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
     """This project's trainer. Collective."""
     if args.config is None:
         raise InputError("CONFIG: missing; needed: the configuration whose layout the trainer has")
-    parallel_setup.check_launch()
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
     cfg = cfg.changed(model={"path": expected["model"], "dtype": FLOOR[args.dtype][0]})
-    refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
-    with parallel_setup.open_world(cfg) as device:
-        trainer = probes.Trainer(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), largest_rank)
+    with probes.Trainer.opened(cfg, arch, largest_rank) as trainer:
         yield lambda probe: trainer(peft_adapters.read(probe, arch) if probe else {})
 
 

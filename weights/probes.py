@@ -1,4 +1,4 @@
-"""Probe adapters, each of one kind of module or of several, and the log-probs that a right program has with them.
+"""Probe adapters, of one kind of module or of several, and the log-probs that a right program has with them.
 
     DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with names and patterns as they are met
     DIR/expected.json       prompts; log-probs of the base, with each kind, and with each kind under each known fault
@@ -7,18 +7,23 @@
 them the first and the last one. R rank, P prompts, T tokens of a prompt.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import parallel_setup
 from facts.architectures import Architecture, every_module, tensor_shapes
 from facts.seeds import derive_seed
+from inputs.rules import problems, refuse_first
 from knobs import Config
 from model.megatron_model import token_logprobs
 from parallel_setup import Parallel
@@ -28,7 +33,8 @@ from weights.peft_adapters import EXPERT, Form, Pair, Pairs
 from weights.policy import Policy
 
 RANK, ALPHA = 6, 9.0  # no fault of the scale equals another one: 9, 9 / 6, 9 / sqrt(6), 1
-EFFECT, LEAST, MOST = 0.3, 0.2, 0.4  # mean |change| of a prompt token's log-prob by one kind of module, in nats
+EFFECT = 0.3  # mean |change| of a prompt token's log-prob by one kind of module, in nats
+NEAR, FARTHEST = 0.1, 0.2  # how near the search of a size comes, and the farthest that it takes
 PROMPTS, TOKENS = 4, 32  # a prompt's length is a multiple of 32, because tensor ranks split it
 LAYERS = 4
 NOT_FAR = 0.02  # a fault that moves the log-probs by less, in nats, is not told from the right answer
@@ -217,14 +223,14 @@ def logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> Tensor:
 class Float64:
     """The reference: transformers in float64, to whose weights an update is added, and taken away again."""
 
-    def __init__(self, model_dir: str, prompts: list[list[int]]) -> None:
+    def __init__(self, model_dir: str, arch: Architecture) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}  # not all take fp64
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, **plain).eval()
-        self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts
+        self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts_for(arch)
 
     def __call__(self, pairs: Pairs) -> Tensor:
         kept = {name: self.weights[f"{name}.weight"].clone() for name in pairs}
@@ -250,6 +256,15 @@ class Trainer:
         self.policy.model.to(parallel.device)
         self.tokens = torch.tensor(prompts_for(arch), device=parallel.device)
         self.mask = torch.ones_like(self.tokens).index_fill(1, self.tokens.new_zeros(1), 0)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, cfg: Config, arch: Architecture, rank: int) -> Iterator[Trainer]:
+        """One on the ranks that torchrun has launched; InputError if the layout does not fit them."""
+        parallel_setup.check_launch()
+        refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
+        with parallel_setup.open_world(cfg) as device:
+            yield cls(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), rank)
 
     @torch.no_grad()
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -305,15 +320,19 @@ def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Calla
     count = min(LAYERS, len(every))
     chosen = {every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)}
     names, size = [name for layer in sorted(chosen) for name in of_layer[layer]], 0.1
-    for _ in range(8 if names else 0):  # the effect grows about in proportion
+    found: Pairs = {}
+    best = FARTHEST
+    for _ in range(6 if names else 0):  # the effect grows about in proportion, but for a router
         pairs = draw(names, arch, RANK, ALPHA, size)
         effect = (value(pairs) - base).abs().mean().item()
-        if LEAST <= effect <= MOST:
-            return pairs
+        if abs(effect - EFFECT) < best:
+            best, found = abs(effect - EFFECT), pairs
+        if best < NEAR:
+            break
         size *= min(8.0, EFFECT / effect) if effect else 8.0
-    if names:
-        say(f"{kind}: left out, because no factors move the log-probs by {LEAST} to {MOST} nats")
-    return {}
+    if names and not found:
+        say(f"{kind}: left out, because no factors move the log-probs by about {EFFECT} nats")
+    return found
 
 
 def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pairs: Pairs) -> None:
@@ -346,7 +365,7 @@ def _padded(name: str, tensor: Tensor) -> Tensor:
     return torch.cat([tensor, zeros]) if "lora_A" in name else 2 * torch.cat([tensor, zeros], 1)
 
 
-def _write_variant(folder: Path, tensors: Mapping[str, Tensor], settings: dict[str, Any]) -> None:
+def _write_variant(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
-    huggingface.save_file(dict(tensors), folder / peft_adapters.FILE)
+    huggingface.save_file(tensors, folder / peft_adapters.FILE)
     (folder / peft_adapters.SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")

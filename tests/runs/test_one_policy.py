@@ -21,6 +21,7 @@ import reference
 import torch
 import training
 import world
+from launched import launch
 from lora_reference import TARGETS
 from safetensors.torch import load_file
 from sampled import FREE, Model
@@ -30,6 +31,7 @@ from torch import Tensor
 
 import export
 import lora_megatron
+from checks import adapter_check
 from engines import torch_decoder
 from engines.torch_sampler import TorchSampler
 from facts import limits
@@ -408,7 +410,8 @@ def make_run(folder: Path, name: str) -> None:
     folder.mkdir()
     lines = [
         f"model: {{path: {base}, dtype: fp32}}",
-        "data: {source: arithmetic}",
+        "data: {source: arithmetic, max_prompt_tokens: 64}",
+        "rollout: {max_new_tokens: 64}",
         f"lora: {{targets: [{targets}], rank: {rank}, alpha: {alpha}",
         f"  {'' if expert_rank is None else f', expert_rank: {expert_rank}'}}}",
         "train: {steps: 7}",
@@ -527,6 +530,36 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     with model.disable_adapter():
         torch.testing.assert_close(logp_of(model), without, rtol=0, atol=1e-6)
     assert (on - without).abs().max() > 0.1
+
+
+def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(runs, tmp_path, capsys) -> None:
+    """PEFT with transformers 5 applies the stack of a Qwen2-MoE's experts, and leaves out a pair an expert."""
+    run, out, merged = runs["qwen2_shared_tied"], tmp_path / "probes", tmp_path / "merged"
+    assert export.main([str(run.folder), "--probes", str(out)]) == 0
+    assert export.main([str(run.folder), "--merged", str(merged)]) == 0
+    capsys.readouterr()
+    for stack, verdicts in (
+        (f"{merged}/", ["applied"]),
+        (f"{run.base}/", ["ignored"]),
+        ("peft", ["wrong", "applied"]),  # leaf, stack
+    ):
+        adapter_check.main(["--adapter", str(out), "--stack", stack, "--only", "given"])
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("given.")]
+        assert [row[1] for row in rows] == verdicts, (stack, rows)
+    assert not (out / "probes" / "given.stack" / "tokenizer.json").exists()
+
+
+@pytest.mark.ci
+def test_the_trainer_of_a_run_is_the_reference_under_torchrun(runs, tmp_path) -> None:
+    run, alone, out = runs["qwen2_shared_tied"], tmp_path / "alone", tmp_path / "probes"
+    assert export.main([str(run.folder), "--probes", str(alone)]) == 0
+    with launch(1, ROOT / "export.py", run.folder, "--probes", out, log=tmp_path / "log") as job:
+        assert job.wait() == 0, (tmp_path / "log").read_text()
+    by_reference, by_trainer = (json.loads((folder / "expected.json").read_text()) for folder in (alone, out))
+    assert by_trainer["kinds"].keys() == by_reference["kinds"].keys()
+    for key in ("right", "faults"):
+        found, expected = (one["kinds"]["given"][key] for one in (by_trainer, by_reference))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
