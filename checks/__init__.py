@@ -1,1 +1,1 @@
-"""Tries the project's own code on this machine, and plants faults in it. Only preflight.py and sweep.py import it."""
+"""Tries the project's own code on this machine, and its adapters in other programs; plants faults. Only preflight.py and sweep.py import it."""

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.vllm_adapter import RANKS
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import command, command_line, load_config
@@ -55,7 +56,7 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
     transformers_logging.disable_progress_bar()
 
     def load(folder: str | Path) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def program(probe: Path | None) -> Tensor:
         if probe and "/" in stack:
@@ -78,12 +79,11 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Program:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    rank = next(rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest_rank)
     engine = LLM(
         expected["model"],
         dtype=dtype,
         enable_lora=True,
-        max_lora_rank=rank,
+        max_lora_rank=next(rank for rank in RANKS if rank >= largest_rank),
         max_model_len=2 * probes.TOKENS,
         enforce_eager=True,
         skip_tokenizer_init=True,

@@ -224,12 +224,14 @@ class Float64:
     """The reference: transformers in float64, to whose weights an update is added, and taken away again."""
 
     def __init__(self, model_dir: str, arch: Architecture) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        import transformers
 
-        logging.disable_progress_bar()
-        plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}  # not all take fp64
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, **plain).eval()
+        transformers.utils.logging.disable_progress_bar()
+        plain = {"attn_implementation": "eager"}  # its other implementations do not all take fp64
+        if int(transformers.__version__.partition(".")[0]) >= 5:
+            plain["experts_implementation"] = "eager"
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(model_dir, dtype=torch.float64, **plain).eval()
         self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts_for(arch)
 
     def __call__(self, pairs: Pairs) -> Tensor:

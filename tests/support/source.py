@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Used if installed; no CPU run needs them.
-OPTIONAL = {"torch_npu", "mindspeed", "vllm", "ray", "tensorboard", "wandb", "swanlab"}
+OPTIONAL = {"torch_npu", "mindspeed", "vllm", "peft", "ray", "tensorboard", "wandb", "swanlab"}
 # import name -> name on PyPI
 PACKAGE = {"yaml": "PyYAML", "megatron": "megatron-core", "PIL": "pillow", "math_verify": "math-verify"}
 FOLDERS = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks"}
