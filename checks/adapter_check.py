@@ -152,7 +152,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
         raise InputError("CONFIG: missing; needed: the configuration whose layout the trainer has")
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
     cfg = cfg.changed(model={"path": expected["model"], "dtype": FLOOR[args.dtype][0]})
-    with probes.Trainer.opened(cfg, arch, largest_rank) as trainer:
+    with probes.Trainer.opened(cfg, arch, 3 * largest_rank) as trainer:
         yield lambda probe: trainer(peft_adapters.read(probe, arch) if probe else {})
 
 

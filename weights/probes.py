@@ -248,9 +248,8 @@ class Float64:
 class Trainer:
     """The trainer's policy in the layout of a run, on all ranks. Collective."""
 
-    def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, rank: int) -> None:
-        """``rank``: the largest of the pairs that will come. Those of q, k and v may need three times as many rows."""
-        width = 3 * rank
+    def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
+        """``width``: the largest rank that will come, three times of it if q, k and v may each have their own A."""
         targets = sorted({module.target for module in every_module(arch)} - {""})
         lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}
         cfg = cfg.changed(lora=lora, rollout={"temperature": 1.0})
@@ -261,12 +260,12 @@ class Trainer:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, cfg: Config, arch: Architecture, rank: int) -> Iterator[Trainer]:
+    def opened(cls, cfg: Config, arch: Architecture, width: int) -> Iterator[Trainer]:
         """One on the ranks that torchrun has launched; InputError if the layout does not fit them."""
         parallel_setup.check_launch()
         refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
         with parallel_setup.open_world(cfg) as device:
-            yield cls(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), rank)
+            yield cls(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), width)
 
     @torch.no_grad()
     def __call__(self, pairs: Pairs) -> Tensor:

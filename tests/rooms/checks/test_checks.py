@@ -684,7 +684,7 @@ def by_trainer(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
     base = json.loads((folder / "expected.json").read_text())["model"]
     arch = hf_config.read(base)
     cfg = training.config(Path(base), folder, model__path=base)
-    trainer = probes.Trainer(cfg, arch, parallel, RANK)
+    trainer = probes.Trainer(cfg, arch, parallel, 3 * RANK)
     adapters = {path.name: path for path in (folder / "probes").iterdir() if "names_" not in path.name}
     return {"": trainer({})} | {name: trainer(peft_adapters.read(path, arch)) for name, path in adapters.items()}
 
