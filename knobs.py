@@ -3,6 +3,7 @@
 inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -240,6 +241,16 @@ class OptimConfig(Section):
         8192, "most tokens of one forward pass on a rank, padding included; batches.plan counts packed rows",
         ge=1, le=2**24,
     )  # fmt: skip
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, or linear or cosine to min_lr_ratio."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.lr
+        share = (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps)  # 0 -> 1 at the last step
+        fall = share if self.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
+        return self.lr * (1 - (1 - self.min_lr_ratio) * fall)
 
 
 class EvalConfig(Section):

@@ -23,7 +23,7 @@ from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from inputs import functions
 from inputs.files import first_three, shown
-from knobs import Config, OptimConfig
+from knobs import Config
 from lora_megatron import whole_shape
 from model import batches, packing, routing_replay
 from model.batches import MicroBatch, Rollout
@@ -142,7 +142,7 @@ class Learner:
             metrics = {}
             self.router_load.by_layer = {}
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
+        metrics["actor/lr"] = self.cfg.optim.rate(step, self.cfg.train.steps)
         return metrics
 
     def _prepare(
@@ -363,7 +363,7 @@ class Learner:
             amsgrad=False,
             maximize=False,
             foreach=self.parallel.device.type != "cpu",  # few launches for all factors; torch asks for another type
-            lr=learning_rate(optim, step, self.cfg.train.steps),
+            lr=optim.rate(step, self.cfg.train.steps),
             beta1=optim.betas[0],
             beta2=optim.betas[1],
             eps=ADAM_EPS,
@@ -472,14 +472,3 @@ class Learner:
 def all_micro_batches(updates: list[Update]) -> Iterator[MicroBatch]:
     for update in updates:
         yield from update.micro_batches
-
-
-def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
-    """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, or linear or cosine to min_lr_ratio x peak."""
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    if optim.decay == "constant":
-        return optim.lr
-    share = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)  # 0 -> 1 at the last step
-    fall = share if optim.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
-    return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)

@@ -36,7 +36,7 @@ from inputs.config import command, command_line, resolve_config, to_dict, with_s
 from inputs.files import MOST_RANKS, read_file, shown
 from inputs.rules import divisors, nearest
 from knobs import ModelConfig, RolloutConfig
-from plan import calibrate, grid, memory, roofline, whole_run
+from plan import calibrate, grid, memory, roofline, update_kept, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -102,6 +102,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "advice": {name: advice(verdict.cfg.rollout, verdict.cfg.model, times, name) for name in times.long_phases},
         },
         "samplers": {key: of_samplers[key] for key in SIDE if of_samplers},
+        "update_kept": _kept(verdict, setting),
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations},
     }
 
@@ -196,6 +197,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"estimated step: {times.step} s, expected {three_digits(times.total)} s, if answers have {mean} of {longest} "
         "tokens",
         whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps),
+        *_kept_lines(verdict, setting),
         f"expected, by phase, with the longest part of each{beside}:",
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
@@ -210,6 +212,23 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         setting.hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
     )
     return [*lines, f"  assumed: {assumed}"]
+
+
+def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
+    """plan/update_kept.py's shares; empty if the trainer does not compute with merged bf16 weights."""
+    cfg = verdict.cfg
+    if not cfg.trains_merged:
+        return {}
+    return update_kept.shares(cfg.optim, cfg.lora, setting.arch, cfg.rollout.prompts_per_step, cfg.train.steps)
+
+
+def _kept_lines(verdict: Verdict, setting: Setting) -> list[str]:
+    shares = [
+        f"{100 * low:.2g} to {100 * high:.2g} % after {when}" if low != high else f"{100 * low:.2g} % after {when}"
+        for when, (low, high) in _kept(verdict, setting).items()
+    ]
+    said = f"the merged bf16 weights hold of the update: {', '.join(shares)}; the factors keep the rest for later"
+    return [said] if shares else []
 
 
 def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:

@@ -4,5 +4,5 @@
 
 CONFIG=configs/qwen15_moe.yaml DEVICE=npu RANKS_PER_NODE=6
 LAYOUT=${LAYOUT:-tp2_ep3}   # or tp2_ep2, tp2_ep6, tp1_ep3
-EXTRA=(rollout.tensor=2)
+EXTRA=(rollout.tensor=2 model.recompute=true)   # with the activations of all layers six dies are too full
 source "$(dirname "$0")/launch/launch.sh"

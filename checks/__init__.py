@@ -1,1 +1,1 @@
-"""Tries the project's own code on this machine, and its adapters in other programs; plants faults. Only preflight.py and sweep.py import it."""
+"""Tries the code on this machine and adapters in programs; plants faults. Only preflight.py and sweep.py import it."""

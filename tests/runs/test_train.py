@@ -382,9 +382,9 @@ def test_the_learning_rate_by_hand(tmp_path) -> None:
     for decay, rates in expected.items():
         changes = {"optim__lr": 0.1, "optim__warmup_steps": 4, "optim__min_lr_ratio": 0.2, "train__steps": 9}
         cfg = training.config(tmp_path, tmp_path, optim__decay=decay, **changes)
-        assert [learner.learning_rate(cfg.optim, step, 9) for step in range(9)] == pytest.approx(rates, abs=1e-7)
+        assert [cfg.optim.rate(step, 9) for step in range(9)] == pytest.approx(rates, abs=1e-7)
         only = training.config(tmp_path, tmp_path, optim__decay=decay, optim__warmup_steps=0, train__steps=1)
-        assert learner.learning_rate(only.optim, 0, 1) == only.optim.lr
+        assert only.optim.rate(0, 1) == only.optim.lr
 
 
 def test_shuffled_rewards_are_the_same_rewards_at_other_places() -> None:

@@ -26,6 +26,7 @@ import rollout
 import weight_sync
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
+from knobs import OptimConfig
 from learner import Learner
 from model import batches
 from model.batches import MicroBatch, Rollout
@@ -256,7 +257,7 @@ FAULTS: dict[str, Plant] = {
     "the optimizer's step count forgotten": before(
         Learner, "_step", lambda trainer, _: setattr(trainer, "optimizer_steps", 0)
     ),
-    "another learning rate": after(learner, "learning_rate", lambda rate, *_: rate * 2),
+    "another learning rate": after(OptimConfig, "rate", lambda rate, *_: rate * 2),
     "another learning rate for the optimizer alone": instead(
         learner, "adamw", lambda real, *args, lr, **more: real(*args, lr=2 * lr, **more)
     ),

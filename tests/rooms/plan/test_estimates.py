@@ -29,10 +29,10 @@ from facts.devices import HARDWARE
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
-from knobs import Config, LoraConfig, ParallelConfig
+from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
 from learner import Learner
 from model import megatron_model
-from plan import grid, memory, parameters, roofline, utilisation
+from plan import grid, memory, parameters, roofline, update_kept, utilisation
 from plan.grid import WHOLE, RankGrid
 from plan.memory import step_memory
 from runlog.log import RunLog
@@ -603,3 +603,46 @@ def test_the_peak_is_known_for_the_devices_of_the_data_sheets_in_bf16_alone() ->
     ):
         assert utilisation.peak_flops(kind, name, "bf16") == peak
         assert utilisation.peak_flops(kind, name, "fp32") is None
+
+
+# ---------------------------------------------------------------------------------------------------------- update kept
+# What merged bf16 weights hold of the update, beside a simulation: torch's AdamW, torch's rounding.
+
+
+def simulated(rates: list[float], signal: float, alpha: float, rank: int, rows: int, columns: int) -> float:
+    """The share that one matrix holds after these updates, whose gradients of B are drawn."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (update_kept.WEIGHTS * torch.randn(rows, columns, generator=generator)).bfloat16().float()
+    a = (torch.rand(rank, columns, generator=generator) * 2 - 1) / math.sqrt(columns)
+    b = torch.nn.Parameter(torch.zeros(rows, rank))
+    optimizer = torch.optim.AdamW([b], betas=(0.9, 0.95), weight_decay=0.0)
+    mean = signal * (torch.randint(0, 2, b.shape, generator=generator) * 2 - 1)
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        b.grad = mean + torch.randn(b.shape, generator=generator)
+        optimizer.step()
+    update = alpha / rank * b.detach() @ a
+    change = (weight + update).bfloat16().float() - weight
+    return float((change * update).sum() / update.square().sum())
+
+
+@pytest.mark.parametrize("signal", [0.0, update_kept.SIGNAL])
+@pytest.mark.parametrize(("updates", "rate"), [(1, 1e-5), (20, 1e-5), (80, 1e-5), (5, 1e-4), (20, 1e-3)])
+def test_the_share_of_the_update_is_that_of_a_simulation(updates: int, rate: float, signal: float) -> None:
+    rates = [rate * min(1, (n + 1) / 5) for n in range(updates)]
+    size = 64 * update_kept.size_of_b(rates, signal) / math.sqrt(3 * 512 * 32)
+    expected = simulated(rates, signal, 64, 32, 512, 512)
+    assert update_kept.kept_of(size) == pytest.approx(expected, rel=0.06, abs=2e-3)
+
+
+@pytest.mark.parametrize(("target", "columns"), [("linear_qkv", 512), ("linear_fc2", 128)])
+def test_the_shares_of_a_run_are_those_of_the_matrices_that_it_trains(target: str, columns: int) -> None:
+    """The update is larger in a matrix that reads fewer inputs, and so is what is kept of it."""
+    optim = OptimConfig(lr=1e-5, warmup_steps=5, prompts_per_update=24)
+    arch = tiny("qwen3_moe", hidden_size=512, head_dim=64, moe_intermediate_size=128)
+    lora = LoraConfig(targets=(target,), rank=32, alpha=64.0)
+    found = update_kept.shares(optim, lora, arch, 96, 10)
+    assert found.keys() == {"the first update", "step 5"}
+    rates = [1e-5 * (step + 1) / 5 for step in range(5) for _ in range(4)]
+    for at, signal in enumerate((0.0, update_kept.SIGNAL)):
+        assert found["step 5"][at] == pytest.approx(simulated(rates, signal, 64, 32, 512, columns), rel=0.06)
