@@ -374,7 +374,7 @@ def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layo
     ("own", "arguments", "code"),
     [
         ({}, (), 0),
-        ({"CONFIG": "configs/qwen15_moe.yaml"}, ("rollout.kv_cache_mib=9216",), 0),
+        ({"CONFIG": "configs/qwen15_moe.yaml"}, ("rollout.kv_cache_mib=9216", "model.recompute=true"), 0),
         ({"CONFIG": "configs/qwen3.yaml", "GIB": "139"}, ("rollout.sync=adapter",), 0),
         ({"CONFIG": "configs/qwen3.yaml", "GIB": "139"}, ("model.quantisation=int4",), 0),
         ({"CONFIG": "configs/qwen3.yaml"}, ("model.quantisation=int4",), 1),  # not on 80 GB

@@ -282,8 +282,13 @@ def test_no_device_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_wri
         (8, ["rollout.expert_parallel=false", "rollout.kv_cache_mib=40000", "rollout.prompts_per_step=144"], 576, 512),
         (16, ["rollout.kv_cache_mib=20000", "eval.batch_size=60", "eval.samples=4"], 192, 240),  # an evaluation: more
         (16, ["rollout.kv_cache_mib=51"], 192, 1),
-        (16, ["rollout.tensor=1", "rollout.expert_parallel=false"], 6 * 8, 63),  # 4 heads: a quarter; eval has 96
-        (10, ["rollout.tensor=2", "rollout.expert_parallel=false", "rollout.kv_cache_mib=40000"], 20 * 8, 160),  # 96/5
+        (16, ["rollout.tensor=1", "rollout.expert_parallel=false"], 6 * 8, 63),  # 4 heads: a quarter; eval has 192
+        (
+            10,
+            ["rollout.tensor=2", "rollout.expert_parallel=false", "rollout.kv_cache_mib=40000"],
+            20 * 8,
+            192,
+        ),  # 96/5; eval
     ],
 )
 def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, in_a_step, at_once, monkeypatch):

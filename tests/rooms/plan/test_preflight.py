@@ -213,19 +213,19 @@ def test_the_text_says_layout_and_verdict(capsys):
 
 
 def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(capsys):
-    """Launches bind decoding: 1,536 steps for each of four batches of 96 of the 330 questions of a replica.
+    """Launches bind decoding: 1,536 steps for each of two batches of 192 of the 330 questions of a replica.
 
-    Each question gets a greedy and a sampled answer. Prefill takes the step's share of its 96 prompts for 1,319, twice.
+    Each question gets a greedy answer. Prefill takes the step's share of its 96 prompts for 1,319.
     Evaluations are before and after 20, 40, 60 and 77 steps. Of a checkpoint's factors and two moments in fp32, those
     of the last two stay: 2 x 12 bytes x 48 x 32 x (128 x 6,400 + 13,312) numbers.
     """
     found = report(capsys, QWEN3, "--ranks", "16")
     step, run = found["step_seconds"], found["run_seconds"]
     launches = 48 * HARDWARE["npu"].eager_layer_seconds
-    evaluation = 2 * 4 * 1536 * launches + 2 * 1319 / 96 * step["phases"]["prefill"]
+    evaluation = 2 * 1536 * launches + 1319 / 96 * step["phases"]["prefill"]
     assert run["steps"] == pytest.approx(77 * step["total"])
     assert run["evaluations"] == pytest.approx(5 * evaluation, rel=1e-3)
-    fewer = ["eval.num_questions=96", "eval.samples=0", "eval.sets={more: more.jsonl}"]  # of each of two sets
+    fewer = ["eval.num_questions=96", "eval.sets={more: more.jsonl}"]  # of each of two sets
     short = report(capsys, QWEN3, "--ranks", "16", *fewer)["run_seconds"]["evaluations"]
     assert short == pytest.approx(5 * 2 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
