@@ -251,8 +251,8 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     rows: list[dict[str, Any]] = []
     try:
         context = opened(expected, args, adapters)
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise InputError(f"{args.stack}: does not start: {one_line(error)}") from error
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"{args.stack}: does not start or answer: {one_line(error)}") from error
     with context as program:
         try:
             base_got = program(None).double()
