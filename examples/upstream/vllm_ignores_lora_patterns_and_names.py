@@ -20,7 +20,8 @@ PREFIX, MODULE = "base_model.model.", "model.layers.0.self_attn.q_proj"
 def adapter(folder: Path, scale_of_b: float = 1.0, rows: int = 4, prefix: str = PREFIX, **settings) -> LoRARequest:
     a, b = torch.zeros(rows, 128), torch.zeros(128, rows)  # of rank 4; more rows are 0
     generator = torch.manual_seed(1)
-    a[:4], b[:, :4] = torch.randn(4, 128, generator=generator), scale_of_b * torch.randn(128, 4, generator=generator)
+    a[:4] = torch.randn(4, 128, generator=generator) * 0.1
+    b[:, :4] = torch.randn(128, 4, generator=generator) * 0.1 * scale_of_b
     folder.mkdir()
     tensors = {f"{prefix}{MODULE}.lora_A.weight": a, f"{prefix}{MODULE}.lora_B.weight": b}
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -33,7 +34,7 @@ if __name__ == "__main__":
     root = Path(tempfile.mkdtemp())
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
-    config = Qwen2Config(vocab_size=99, hidden_size=128, intermediate_size=96, initializer_range=0.3, **heads)
+    config = Qwen2Config(vocab_size=99, hidden_size=128, intermediate_size=96, initializer_range=0.1, **heads)
     Qwen2ForCausalLM(config).save_pretrained(root / "model")
     options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "gpu_memory_utilization": 0.01}
     llm = LLM(str(root / "model"), dtype="float32", enable_lora=True, kv_cache_memory_bytes=2**28, **options)
