@@ -241,6 +241,19 @@ def heard() -> Iterator[list[str]]:
             lines[:] = sorted((plain(line) for line in lines), key=lambda line: not re.search(NAMES_A_FAULT, line))
 
 
+def versions_of(stack: str) -> dict[str, str]:
+    """Of the packages of this environment, or of a server, where it tells (vLLM does)."""
+    versions = {}
+    if stack.startswith("http"):
+        with contextlib.suppress(RuntimeError, OSError):
+            versions["server"] = str(ask(f"{stack.rstrip('/')}/version").get("version"))
+        return versions
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
     """Whether every probe is applied or refused, and the figures for --json."""
     expected = read_object(args.adapter / probes.EXPECTED, ("model", "prompts", "base", "kinds"))
@@ -250,11 +263,8 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
         adapters = [path for path in adapters if path.stem == probes.GIVEN][:1]
     if not adapters:
         raise InputError(f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name")
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    say(f"{args.stack}, {args.dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    versions = versions_of(args.stack)
+    say(", ".join([args.stack, args.dtype, *(f"{name} {version}" for name, version in versions.items())]))
     rows: list[dict[str, Any]] = []
     try:
         context = opened(expected, args, adapters)
