@@ -268,12 +268,14 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     rows: list[dict[str, Any]] = []
     try:
         context = opened(expected, args, adapters)
-    except (ImportError, RuntimeError, ValueError, OSError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # of a program that is not ours: any kind
         raise InputError(f"{args.stack}: does not start or answer: {one_line(error)}") from error
     with context as program:
         try:
             base_got = program(None).double()
-        except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+        except Exception as error:
             raise InputError(f"{args.stack}: the base, without an adapter: {one_line(error)}") from error
         own = (base_got - base).abs().mean().item()
         tolerance = max(FLOOR[args.dtype][1], 3 * own)
@@ -288,7 +290,7 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
                 try:
                     known = expected["kinds"][adapter.stem]
                     row = judged(program(adapter).double(), base_got, known, base, tolerance)
-                except Exception as error:  # noqa: BLE001  # of a program that is not ours: any kind of error refuses
+                except Exception as error:  # any kind of error refuses
                     row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
             rows.append({"probe": adapter.name} | row | {"warned": lines})
             say(as_text(rows[-1]))
