@@ -45,10 +45,11 @@ COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
 
 READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/adapters.md
-    "stack": "Its routed experts are applied by PEFT 0.20.0 and 0.21.2 with transformers 5.19 and 5.24. PEFT with "
-    "transformers 4 leaves them out without a warning; `--form leaf` writes the form for it.",
-    "leaf": "Its routed experts are applied by PEFT with transformers 4.57.6. PEFT with transformers 5 may leave them "
-    "out without a warning; `--form stack` writes the form for it.",
+    "stack": "Its routed experts are applied by PEFT 0.20.0 and 0.21.2 with transformers 5.19.0 and 5.24.0. PEFT with "
+    "transformers 4.57.6 leaves them out, without a warning if the model has a shared expert or dense layers; `--form "
+    "leaf` writes the form for it.",
+    "leaf": "Its routed experts are applied by PEFT 0.17.1, 0.18.1 and 0.21.2 with transformers 4.57.6. PEFT with "
+    "transformers 5 may leave them, or dense layers, out without a warning; `--form stack` writes the form for it.",
 }
 
 RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, which says how to ask it
