@@ -256,8 +256,15 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     """
     refuse_used(out_dir)
     cfg, settings = None, source / peft_adapters.SETTINGS
+    if not settings.is_file() and not (source / "config.yaml").is_file():
+        raise InputError(f"{source}: neither {settings.name} nor config.yaml in it; needed: a PEFT adapter, or a run")
     if settings.is_file():
-        base = base or str(read_object(settings).get("base_model_name_or_path"))
+        named = str(read_object(settings).get("base_model_name_or_path"))
+        base = base or named
+        if not Path(base, "config.json").is_file():
+            raise InputError(
+                f"{settings}: its base model is {named}, and {base} has no config.json; needed: --base MODEL"
+            )
         arch = hf_config.read(base)
         pairs = peft_adapters.read(source, arch)
     else:
@@ -354,7 +361,9 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model, for --probes a PEFT adapter"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")

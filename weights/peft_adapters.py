@@ -19,12 +19,13 @@ from torch import Tensor
 
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
-from inputs.files import first_three, read_object, read_tensors
+from inputs.files import read_object, read_tensors
 from weights import huggingface
 
 Form = Literal["full", "leaf", "stack"]
 PREFIX, FILE, SETTINGS = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+STACK = re.compile(r"\.mlp\.experts(\.base_layer)?$")
 # What an adapter may also change, and here does not: key -> the values that change nothing.
 PLAIN: dict[str, tuple] = {
     "bias": ("none",),
@@ -175,11 +176,21 @@ def read(folder: Path, arch: Architecture) -> Pairs:
         module = module.removesuffix(ending)
         if (other := name.replace("lora_A", "lora_B")) not in stored:
             raise InputError(f"{folder / FILE}: {name} is there without {other}")
-        pairs |= _read_pair(module, stored[name].float(), stored[other].float(), settings, arch)
-    if unknown := [name for name, pair in pairs.items() if expected.get(f"{name}.weight") != _shape(pair)]:
-        raise InputError(f"{folder / FILE}: no matrix of the base model, or of another shape: {first_three(unknown)}")
-    if not pairs:
-        raise InputError(f"{folder / FILE}: no factor in it")
+        a, b = stored[name].float(), stored[other].float()
+        copies = arch.num_experts if STACK.search(module) else 1
+        if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
+            raise InputError(
+                f"{folder / FILE}: {name} is {tuple(a.shape)}, and {other} {tuple(b.shape)}; needed: a pair"
+            )
+        pairs |= _read_pair(module, a, b, settings, arch)
+    for name, pair in pairs.items():
+        shape, needed = _shape(pair), expected.get(f"{name}.weight")
+        if shape != needed:
+            raise InputError(
+                f"{folder / FILE}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
+            )
+    if not any(pair.b.any() for pair in pairs.values()):
+        raise InputError(f"{folder / FILE}: every B is 0, or there is none; needed: an adapter that has been trained")
     return pairs
 
 
@@ -189,8 +200,7 @@ def _shape(pair: Pair) -> tuple[int, ...]:
 
 def _read_pair(module: str, a: Tensor, b: Tensor, settings: dict[str, Any], arch: Architecture) -> Pairs:
     """The pair of a module, or those of all experts of a layer."""
-    block = module.removesuffix(".base_layer")
-    is_stack = block.endswith(".mlp.experts")
+    block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     is_down = is_stack and a.shape[1] == arch.expert_ffn_size
     if is_stack:
         module = f"{block}.{'down_proj' if is_down else 'gate_up_proj'}"

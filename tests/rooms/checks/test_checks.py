@@ -743,16 +743,61 @@ def test_a_server_is_asked_for_the_log_probs_of_the_prompts(probed: Path, echo: 
     )
 
 
-def test_a_program_with_another_base_is_unusable(probed: Path, tmp_path: Path, capsys) -> None:
+def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_path: Path, capsys) -> None:
     shutil.copytree(probed, tmp_path / "probes")
     expected = json.loads((probed / "expected.json").read_text())
     expected["model"] = str(reference.save("qwen2_moe", tmp_path / "other", seed=1, **SMALL))
     (tmp_path / "probes" / "expected.json").write_text(json.dumps(expected))
-    given = ["--adapter", str(tmp_path / "probes"), "--stack"]
     for stack, said in (
         ("peft", "the base differs by"),
         ("pefd", "found pefd; needed: transformers, "),
-        ("trainer", "CONFIG"),
+        ("trainer", "CONFIG: missing"),
+        ("/nowhere/merged", "no merged model (config.json) in /nowhere/merged"),
+        ("/nowhere/{}", "no merged model (config.json) in /nowhere/{}"),
+        ("http://127.0.0.1:9", "does not start or answer"),
     ):
-        assert adapter_check.main([*given, stack]) == 2
+        assert adapter_check.main(["--adapter", str(tmp_path / "probes"), "--stack", stack]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Path) -> None:
+    shutil.copytree(probed, tmp_path / "probes")
+    settings = tmp_path / "probes" / "probes" / "given.copied" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 3}))
+    code, rows, _ = ask(tmp_path / "probes", "peft", "--only", "given")
+    assert (code, rows["given.copied"]["verdict"]) == (1, "refused")
+
+
+def changed_settings(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def changed_factors(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    path = folder / "adapter_model.safetensors"
+    factors = {name: change(name, factor).contiguous() for name, factor in load_file(path).items()}
+    save_file(factors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: changed_settings(folder, use_dora=True), "use_dora is True; needed: False"),
+        (lambda folder: changed_settings(folder, base_model_name_or_path="gone"), "its base model is gone"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "neither adapter_config.json nor config.yaml in it"),
+        (
+            lambda folder: changed_factors(folder, lambda name, x: x[:, 1:] if "q_proj.lora_A" in name else x),
+            "(64, 63)",
+        ),
+        (lambda folder: changed_factors(folder, lambda name, x: x[1:] if "q_proj.lora_A" in name else x), "a pair"),
+        (lambda folder: changed_factors(folder, lambda name, x: 0 * x), "every B is 0"),
+    ],
+)
+def test_an_adapter_that_has_no_right_answer_is_refused(probed: Path, tmp_path: Path, capsys, change, said) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(probed.parent / "own", folder)
+    change(folder)
+    assert export.main([str(folder), "--probes", str(tmp_path / "probes")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
+    assert not (tmp_path / "probes").exists()
