@@ -558,7 +558,7 @@ def test_what_cannot_be_tested_here_is_one_line_and_exit_code_2(arguments: list[
 # probes.faults has them.
 
 EXPERTS, RANK = 8, probes.RANK
-SMALL = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": EXPERTS, "num_experts_per_tok": 2}
+TWO_LAYERS = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": EXPERTS, "num_experts_per_tok": 2}
 
 
 class Asked(NamedTuple):
@@ -573,7 +573,7 @@ def probed(tmp_path_factory) -> Path:
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("probed")
-    base = reference.save("qwen2_moe", folder / "base", **SMALL)
+    base = reference.save("qwen2_moe", folder / "base", **TWO_LAYERS)
     settings = LoraConfig(
         r=4,
         lora_alpha=8,
@@ -746,7 +746,7 @@ def test_a_server_is_asked_for_the_log_probs_of_the_prompts(probed: Path, echo: 
 def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_path: Path, capsys) -> None:
     shutil.copytree(probed, tmp_path / "probes")
     expected = json.loads((probed / "expected.json").read_text())
-    expected["model"] = str(reference.save("qwen2_moe", tmp_path / "other", seed=1, **SMALL))
+    expected["model"] = str(reference.save("qwen2_moe", tmp_path / "other", seed=1, **TWO_LAYERS))
     (tmp_path / "probes" / "expected.json").write_text(json.dumps(expected))
     for stack, said in (
         ("peft", "the base differs by"),
