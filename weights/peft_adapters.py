@@ -201,7 +201,7 @@ def _shape(pair: Pair) -> tuple[int, ...]:
 def _read_pair(module: str, a: Tensor, b: Tensor, settings: dict[str, Any], arch: Architecture) -> Pairs:
     """The pair of a module, or those of all experts of a layer."""
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
-    is_down = is_stack and a.shape[1] == arch.expert_ffn_size
+    is_down = is_stack and (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
     if is_stack:
         module = f"{block}.{'down_proj' if is_down else 'gate_up_proj'}"
     keys = (key for key in settings.get("alpha_pattern") or {} if re.match(rf"(.*\.)?({key})$", module))
