@@ -49,7 +49,7 @@ CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large chan
 ROUNDED = 0.05  # of the right change: bf16 changes it by less
 SECONDS = 600  # for an answer of a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
-NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched|not match"
+NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched"
 LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # of modules, in a message; --json has it
 SHORT = r"\1..."
 
