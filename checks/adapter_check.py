@@ -85,8 +85,9 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
     return program
 
 
-def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Program:
-    """vLLM in this process."""
+@contextlib.contextmanager
+def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
+    """vLLM, started for the check. It is ended here: its processes would outlive os._exit of a command that failed."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -113,7 +114,10 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Program:
         answers = engine.generate(given, sampling, lora_request=request, use_tqdm=False)
         return torch.tensor([of_prompt(a.prompt_logprobs, p) for a, p in zip(answers, prompts, strict=True)])
 
-    return program
+    try:
+        yield program
+    finally:
+        engine.llm_engine.engine_core.shutdown()
 
 
 def of_prompt(rows: list, prompt: list[int]) -> list[float]:
@@ -179,7 +183,7 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
     if stack.startswith("http"):
         return contextlib.nullcontext(in_server(expected, stack))
     if stack == "vllm":
-        return contextlib.nullcontext(in_vllm(expected, args.dtype, largest))
+        return in_vllm(expected, args.dtype, largest)
     if stack in ("transformers", "peft", "peft-merged") or is_folder(stack):
         return contextlib.nullcontext(in_transformers(expected, stack, args.dtype))
     raise InputError(
@@ -292,13 +296,13 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     versions = versions_of(args.stack)
     say(", ".join([args.stack, args.dtype, *(f"{name} {version}" for name, version in versions.items())]))
     rows: list[dict[str, Any]] = []
-    try:
-        context = opened(expected, args, adapters)
-    except InputError:
-        raise
-    except Exception as error:  # of a program that is not ours: any kind
-        raise InputError(f"{args.stack}: does not start or answer: {one_line(error)}") from error
-    with context as program:
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            program = until_the_end.enter_context(opened(expected, args, adapters))
+        except InputError:
+            raise
+        except Exception as error:  # of a program that is not ours: any kind
+            raise InputError(f"{args.stack}: does not start or answer: {one_line(error)}") from error
         try:
             base_got = program(None).double()
         except Exception as error:
