@@ -591,7 +591,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         smol_model.gguf_path()
 
 
-# ------------------------------------------------------------------------------------------------------- PEFT's adapters
+# ------------------------------------------------------------------------------------------------ PEFT's adapters
 
 
 @pytest.mark.parametrize("form", ["full", "leaf", "stack"])
