@@ -4,9 +4,10 @@
     python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
     python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
 
-It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft. The files are
-read back and checked (names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that
-transformers and peft compute the trainer's log-probabilities from them. E experts, R the rank of a pair.
+It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft; only --probes
+loads a model, by transformers, or under torchrun by Megatron. Exported files are read back and checked (names, shapes,
+finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute the
+trainer's log-probabilities from them. E experts, R the rank of a pair.
 """
 
 import argparse
@@ -232,8 +233,8 @@ def write_adapter(
     tensors = peft_adapters.tensors(arch, pairs, form)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     _check_room(folder, num_bytes)
-    peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
-    settings = read_object(folder / peft_adapters.SETTINGS)
+    settings = peft_adapters.config(os.path.abspath(base_model), arch, pairs, alpha, form)
+    peft_adapters.save(folder, tensors, settings)
     if settings["rank_pattern"] and not settings["target_modules"]:
         _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
     (folder / "README.md").write_text(f"A PEFT adapter for {base_model}. {READ_BY[form]}\n")
@@ -271,7 +272,7 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = cfg.model.path, pairs_of(modules, factors, cfg.lora.alpha)
     base = os.path.abspath(base)
-    under_torchrun, first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+    under_torchrun, first = "RANK" in os.environ, parallel_setup.launched_rank() == 0
     if under_torchrun and cfg is None:
         raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes then")
     rank = max(probes.RANK, *(len(pair.a) for pair in pairs.values()))
@@ -289,7 +290,6 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
                 shutil.copytree(source, given.with_suffix(".copied"))
             else:
                 for form in READ_BY:
-                    given.with_suffix(f".{form}").mkdir()
                     peft_adapters.write(given.with_suffix(f".{form}"), base, arch, pairs, cfg.lora.alpha, form)
     return f"wrote {out_dir}: probes for {base}"
 
@@ -385,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = write_probes(args.run, args.probes, args.base, of_run)
     else:
         said = export(args.run, args.merged or args.adapter, form=args.form if args.adapter else None, **of_run)
-    if os.environ.get("RANK", "0") == "0":
+    if parallel_setup.launched_rank() == 0:
         print(said)
     return 0
 

@@ -330,8 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:
-            rest = arguments if option == "--adapter" else [other for other in arguments if other != option]
-            return answer(option, rest)
+            return answer(option, [argument for argument in arguments if argument != option])
     return judge_layout(arguments)
 
 

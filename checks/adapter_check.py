@@ -21,7 +21,6 @@ import contextlib
 import importlib.metadata
 import json
 import logging
-import os
 import re
 import urllib.error
 import urllib.request
@@ -34,10 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import parallel_setup
 from engines.vllm_adapter import RANKS
 from facts.exits import InputError
 from inputs import hf_config
-from inputs.config import command, command_line, load_config
+from inputs.config import command, load_config
 from inputs.files import one_line, read_object
 from weights import peft_adapters, probes
 
@@ -269,10 +269,10 @@ def chosen(args: argparse.Namespace) -> list[Path]:
     found = [path for path in (args.adapter / probes.PROBES).iterdir() if args.only in path.name]
     needed = f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name"
     if is_folder(args.stack):
-        one = "{}" not in args.stack
-        found = [path for path in found if not one or path.stem == probes.GIVEN]
-        found = [path for path in found if (Path(args.stack.replace("{}", path.name)) / "config.json").is_file()]
-        found, needed = found[:1] if one else found, f"--stack: no merged model (config.json) in {args.stack}"
+        if "{}" not in args.stack:  # one model, which is judged once
+            found = [path for path in found if path.stem == probes.GIVEN][:1]
+        found = [path for path in found if Path(args.stack.replace("{}", path.name), "config.json").is_file()]
+        needed = f"--stack: no merged model (config.json) in {args.stack}"
     if not found:
         raise InputError(needed)
     return sorted(found, key=lambda path: (path.stem != probes.GIVEN, path.name))
@@ -347,17 +347,18 @@ def as_text(row: dict[str, Any]) -> str:
 
 @command
 def main(arguments: list[str]) -> int:
-    parser = command_line("preflight.py --adapter DIR", __doc__, nargs="?")
-    parser.add_argument("--adapter", metavar="DIR", required=True, type=Path, help="made by export.py --probes")
+    about, programs = __doc__.split("\n\n", 1)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("preflight.py --adapter", None, about, programs, formatter_class=raw)
+    parser.add_argument("adapter", metavar="DIR", type=Path, help="made by export.py --probes")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="only of the trainer, with overrides")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--stack", required=True, help="the program: see below, or docs/adapters.md")
     parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
     parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
-    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, __doc__.split("\n\n", 1)[1]
-    if {"-h", "--help"} & {*arguments}:  # also without DIR
-        arguments = ["--help"]
     args = parser.parse_intermixed_args(arguments)
-    first = os.environ.get("RANK", "0") == "0"
+    first = parallel_setup.launched_rank() == 0
     good, figures = answer(args, (lambda text: print(text, flush=True)) if first else lambda _: None)
     if args.json and first:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

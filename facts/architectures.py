@@ -8,7 +8,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 class Family(NamedTuple):
@@ -167,7 +169,7 @@ def every_module(arch: Architecture) -> tuple[Module, ...]:
     return tuple(module for is_moe in sorted({*arch.moe_layers}) for module in modules(arch, is_moe))
 
 
-def over_layers(arch: Architecture, number: Callable[[Module], int]) -> int:
+def over_layers(arch: Architecture, number: Callable[[Module], Number]) -> Number:
     """The sum of ``number(module)`` over all modules of all layers."""
     return sum(arch.moe_layers.count(is_moe) * sum(map(number, modules(arch, is_moe))) for is_moe in {*arch.moe_layers})
 

@@ -10,7 +10,7 @@ weights gives the same (tests/rooms/plan/test_estimates.py). Nothing here import
 import math
 from statistics import NormalDist
 
-from facts.architectures import Architecture, layers
+from facts.architectures import Architecture, Module, over_layers
 from knobs import LoraConfig, OptimConfig
 
 WEIGHTS = 0.02  # of the 30B's matrices
@@ -28,22 +28,25 @@ def shares(
     ``prompts``: of a step; ``steps``: of the run.
     """
     updates = prompts // optim.prompts_per_update
-    rates = [optim.rate(step, steps) for step in range(steps) for _ in range(updates)]
+    rates = [optim.rate(step, steps) for step in range(min(steps, max(STEPS))) for _ in range(updates)]
     after = {"the first update": 1} | {f"step {step}": step * updates for step in STEPS if step <= steps}
     return {when: [share(rates[:n], signal, lora, arch) for signal in (0.0, SIGNAL)] for when, n in after.items()}
 
 
 def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architecture) -> float:
     """The share after updates with these learning rates; ``signal`` is the mean of a gradient whose noise has std 1."""
-    b, kept, whole = size_of_b(rates, signal), 0.0, 0.0
-    for _, module in layers(arch):
-        if module.target in lora.targets:
-            rank = lora.rank_of(module.kind == "experts")
-            size = lora.alpha * b / math.sqrt(3 * module.in_size * rank)  # entries of A: uniform to 1 / sqrt(in)
-            weight = module.out_size * module.in_size * module.copies * size**2
-            kept += weight * kept_of(size)
-            whole += weight
-    return kept / whole
+    b = size_of_b(rates, signal)
+
+    def size(module: Module) -> float:
+        """Of the update's entries, as those of A are uniform to 1 / sqrt(in); 0 of a module without an adapter."""
+        rank = lora.rank_of(module.kind == "experts")
+        return lora.alpha * b / math.sqrt(3 * module.in_size * rank) if module.target in lora.targets else 0.0
+
+    def square(module: Module) -> float:
+        return module.out_size * module.in_size * module.copies * size(module) ** 2
+
+    kept = over_layers(arch, lambda module: square(module) * kept_of(size(module)) if size(module) else 0.0)
+    return kept / over_layers(arch, square)
 
 
 def size_of_b(rates: list[float], signal: float, beta: float = 0.9) -> float:

@@ -51,10 +51,15 @@ Pairs = dict[str, Pair]  # by the matrix of the base model, without .weight: mod
 
 
 def write(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
-    """Write the two files that peft.PeftModel.from_pretrained loads. Every pair's scale must be alpha / R."""
+    """Write the adapter to ``folder``, which may be new. Every pair's scale must be alpha / R."""
     assert all(math.isclose(pair.scale, alpha / len(pair.a)) for pair in pairs.values())
-    huggingface.save_file(tensors(arch, pairs, form), folder / FILE)
-    settings = config(base_model, arch, pairs, alpha, form)
+    save(folder, tensors(arch, pairs, form), config(base_model, arch, pairs, alpha, form))
+
+
+def save(folder: Path, named: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Write the two files that peft.PeftModel.from_pretrained loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    huggingface.save_file(named, folder / FILE)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -184,7 +189,7 @@ def read(folder: Path, arch: Architecture) -> Pairs:
             )
         pairs |= _read_pair(module, a, b, settings, arch)
     for name, pair in pairs.items():
-        shape, needed = _shape(pair), expected.get(f"{name}.weight")
+        shape, needed = (len(pair.b), pair.a.shape[1]), expected.get(f"{name}.weight")
         if shape != needed:
             raise InputError(
                 f"{folder / FILE}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
@@ -192,10 +197,6 @@ def read(folder: Path, arch: Architecture) -> Pairs:
     if not any(pair.b.any() for pair in pairs.values()):
         raise InputError(f"{folder / FILE}: every B is 0, or there is none; needed: an adapter that has been trained")
     return pairs
-
-
-def _shape(pair: Pair) -> tuple[int, ...]:
-    return (len(pair.b), pair.a.shape[1])
 
 
 def _read_pair(module: str, a: Tensor, b: Tensor, settings: dict[str, Any], arch: Architecture) -> Pairs:

@@ -349,29 +349,21 @@ def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pa
     if any(".mlp." in name for name in pairs):
         forms.append("stack")
     for form in forms:
-        target = folder / f"{kind}.{form}"
-        target.mkdir(parents=True)
-        peft_adapters.write(target, base_model, arch, pairs, ALPHA, form)
+        peft_adapters.write(folder / f"{kind}.{form}", base_model, arch, pairs, ALPHA, form)
     if kind != "qkv":
         return
     tensors = peft_adapters.tensors(arch, pairs, "leaf")
     settings = peft_adapters.config(base_model, arch, pairs, ALPHA, "leaf")
     for label, prefix in PREFIXES.items():
         named = {name.replace(peft_adapters.PREFIX, peft_adapters.PREFIX + prefix): t for name, t in tensors.items()}
-        _write_variant(folder / f"{kind}.{label}", named, settings)
+        peft_adapters.save(folder / f"{kind}.{label}", named, settings)
     half = {n: t / 2 if re.search(r"q_proj\.lora_B", n) else t for n, t in tensors.items()}
-    _write_variant(folder / f"{kind}.alpha_pattern", half, settings | {"alpha_pattern": {"q_proj": 2 * ALPHA}})
+    peft_adapters.save(folder / f"{kind}.alpha_pattern", half, settings | {"alpha_pattern": {"q_proj": 2 * ALPHA}})
     wide = {n: _padded(n, t) if "q_proj" in n else t for n, t in tensors.items()}
-    _write_variant(folder / f"{kind}.rank_pattern", wide, settings | {"rank_pattern": {"q_proj": 2 * RANK}})
+    peft_adapters.save(folder / f"{kind}.rank_pattern", wide, settings | {"rank_pattern": {"q_proj": 2 * RANK}})
 
 
 def _padded(name: str, tensor: Tensor) -> Tensor:
     """A factor of twice the rank; B is doubled, because the scale is alpha / R."""
     zeros = torch.zeros_like(tensor)
     return torch.cat([tensor, zeros]) if "lora_A" in name else 2 * torch.cat([tensor, zeros], 1)
-
-
-def _write_variant(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    folder.mkdir(parents=True)
-    huggingface.save_file(tensors, folder / peft_adapters.FILE)
-    (folder / peft_adapters.SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")

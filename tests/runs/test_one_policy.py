@@ -549,7 +549,7 @@ def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(pro
         (f"{run.base}/", ["ignored"]),
         ("peft", ["wrong", "applied"]),  # leaf, stack
     ):
-        adapter_check.main(["--adapter", str(out), "--stack", stack, "--only", "given"])
+        adapter_check.main([str(out), "--stack", stack, "--only", "given"])
         rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("given.")]
         assert [row[1] for row in rows] == verdicts, (stack, rows)
     assert not (out / "probes" / "given.stack" / "tokenizer.json").exists()

@@ -595,7 +595,7 @@ def probed(tmp_path_factory) -> Path:
 
 def ask(folder: Path, stack: str, *more: str) -> Asked:
     """What the check says about each probe of a folder."""
-    code = adapter_check.main(["--adapter", str(folder), "--stack", stack, "--json", str(folder / "found.json"), *more])
+    code = adapter_check.main([str(folder), "--stack", stack, "--json", str(folder / "found.json"), *more])
     figures = json.loads((folder / "found.json").read_text())
     return Asked(code, {row["probe"]: row for row in figures["rows"]}, json.dumps(figures))
 
@@ -634,19 +634,27 @@ WRONG: dict[str, tuple[str, dict, Callable[[str, Tensor], Tensor], str, str]] = 
 }  # fmt: skip
 
 
+def changed_settings(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def changed_factors(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    path = folder / "adapter_model.safetensors"
+    factors = {name: change(name, factor).contiguous() for name, factor in load_file(path).items()}
+    save_file(factors, path, metadata={"format": "pt"})
+
+
 def test_what_is_wrong_with_an_adapter_is_named(probed: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         folder = tmp_path / dtype
         folder.mkdir()
         shutil.copy(probed / "expected.json", folder)
         for label, (probe, settings, change, *_) in WRONG.items():
-            source, target = probed / "probes" / probe, folder / "probes" / f"{probe.partition('.')[0]}.{label}"
-            target.mkdir(parents=True)
-            about = json.loads((source / "adapter_config.json").read_text()) | settings
-            (target / "adapter_config.json").write_text(json.dumps(about))
-            factors = load_file(source / "adapter_model.safetensors")
-            changed = {name: change(name, factor).contiguous() for name, factor in factors.items()}
-            save_file(changed, target / "adapter_model.safetensors", metadata={"format": "pt"})
+            target = folder / "probes" / f"{probe.partition('.')[0]}.{label}"
+            shutil.copytree(probed / "probes" / probe, target)
+            changed_settings(target, **settings)
+            changed_factors(target, change)
         code, rows, _ = ask(folder, "peft", "--dtype", dtype)
         assert code == 1 and len(rows) == len(WRONG)
         for label, (probe, _, _, verdict, remark) in WRONG.items():
@@ -756,27 +764,15 @@ def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_pa
         ("/nowhere/{}", "no merged model (config.json) in /nowhere/{}"),
         ("http://127.0.0.1:9", "does not start or answer"),
     ):
-        assert adapter_check.main(["--adapter", str(tmp_path / "probes"), "--stack", stack]) == 2
+        assert adapter_check.main([str(tmp_path / "probes"), "--stack", stack]) == 2
         assert said in capsys.readouterr().err
 
 
 def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Path) -> None:
     shutil.copytree(probed, tmp_path / "probes")
-    settings = tmp_path / "probes" / "probes" / "given.copied" / "adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 3}))
+    changed_settings(tmp_path / "probes" / "probes" / "given.copied", r=3)
     code, rows, _ = ask(tmp_path / "probes", "peft", "--only", "given")
     assert (code, rows["given.copied"]["verdict"]) == (1, "refused")
-
-
-def changed_settings(folder: Path, **changes: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def changed_factors(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    path = folder / "adapter_model.safetensors"
-    factors = {name: change(name, factor).contiguous() for name, factor in load_file(path).items()}
-    save_file(factors, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
