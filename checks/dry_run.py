@@ -87,6 +87,8 @@ def run(
         kernels._causal_mask.cache_clear()  # of an earlier run
         kernels._scalar.cache_clear()
         gc.collect()
+        gc.freeze()  # later collections look at the objects of the step alone
+        stack.callback(gc.unfreeze)
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
         _step(done, parallel, meter, adapt)

@@ -26,7 +26,7 @@ from lora_reference import TARGETS
 from safetensors.torch import load_file
 from sampled import FREE, Model
 from saved import save
-from tiers import asked, ci
+from tiers import asked, ci, nightly
 from torch import Tensor
 
 import export
@@ -289,9 +289,9 @@ QUANTISED = {"model__quantisation": "int4"}
 NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
     ("EP2_DP4", "adapter", "qwen2_moe", {}),
     ("EP2", "merged", "qwen3_moe", QUANTISED),
-    ci("DP2", "adapter", "qwen3_moe", {}),
     ci("EP2", "merged", "qwen3_moe", {}),
-    ci("DP2", "adapter", "qwen2_moe", QUANTISED),
+    nightly("DP2", "adapter", "qwen3_moe", {}),
+    nightly("DP2", "adapter", "qwen2_moe", QUANTISED),
 ]
 
 

@@ -108,9 +108,8 @@ def run(function, args: tuple, kwargs: dict):
     on_cpu = any(isinstance(x, Tensor) and not isinstance(x, NpuTensor) and x.dim() > 0 for x in flat)
     # Index tensors and tensors of one number may be on the CPU.
     if on_npu and on_cpu and function not in COPIES and "index" not in function.__name__:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({function})"
-        )
+        found = "found at least two devices, npu:0 and cpu!"
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {found} ({function})")
     require(not (on_npu and function.namespace == "c10d"), "No backend type associated with device type npu")
     devices = [x for x in flat if isinstance(x, torch.device)]
     if devices:

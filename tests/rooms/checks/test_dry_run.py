@@ -21,6 +21,7 @@ from tiers import asked, ci, nightly
 
 import parallel_setup
 import preflight
+from checks import dry_run
 from checks.dry_run_meter import Meter, Phase
 from checks.dry_run_report import Compared, DryRun, as_text
 from inputs import hf_config
@@ -115,11 +116,10 @@ def found() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, dict]:
-    """The same on a GPU; and the first layout there with recompute, and so on an NPU."""
+    """The same on a GPU, and the first layout there on an NPU."""
     alone = "rollout.expert_parallel=false"
     wanted = {layout: case(*layout, "device=cuda", alone) for layout in asked(ON_CUDA)}
-    wanted["recompute"] = case(*GPU, "device=cuda", alone, RECOMPUTE)
-    (on_npu,) = dry_runs([case(*GPU, alone, RECOMPUTE)])
+    (on_npu,) = dry_runs([case(*GPU, alone)])
     return dict(zip(wanted, dry_runs(list(wanted.values()), "cuda"), strict=True)) | {"npu": on_npu}
 
 
@@ -175,7 +175,7 @@ def test_the_plan_agrees_with_the_dry_run_of_a_gpu(layout, on_cuda):
 @pytest.mark.ci
 def test_a_gpu_computes_what_an_npu_computes_with_few_more_launches(on_cuda):
     """Formulas take the place of npu_rms_norm, npu_rotary_mul and npu_swiglu; nothing is launched for each expert."""
-    gpu, npu = on_cuda["recompute"], on_cuda["npu"]
+    gpu, npu = on_cuda[GPU], on_cuda["npu"]
     for name in ("reference", "forward", "backward"):
         # A GPU's count takes the prompt of one token, and a token of filler, for queries that see a whole row.
         assert gpu["phases"][name]["flops"] == pytest.approx(npu["phases"][name]["flops"], rel=1e-3), name
@@ -266,12 +266,12 @@ def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "piece"),
     [
-        ci("--rank=16", "--rank: found 16; needed: 0 to 15"),
-        ci("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
+        ("--rank=16", "--rank: found 16; needed: 0 to 15"),
+        ("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
     ],
 )
 def test_bad_input_is_one_line(argument, piece, capfd):
-    assert preflight.main(["configs/qwen3.yaml", "--dry-run", *argument.split()]) == 2
+    assert dry_run.main(["configs/qwen3.yaml", *argument.split()]) == 2
     printed = capfd.readouterr()
     assert piece in printed.err and "Traceback" not in printed.err and not printed.out
 

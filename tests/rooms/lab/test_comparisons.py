@@ -560,7 +560,7 @@ ON_RAY = pytest.param([], id="ray", marks=pytest.mark.skipif(not RAY_IS_THERE, r
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param(["--local"], id="local"), ON_RAY])
+@pytest.mark.parametrize("how", [pytest.param(["--local"], id="local", marks=pytest.mark.nightly), ON_RAY])
 def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> None:
     """The sweep, Ray, torchrun and the training are killed after a checkpoint; then the same command is given again."""
     command = [sys.executable, "sweep.py", write_sweep([0], a=variant("train.steps=15")), *how]
