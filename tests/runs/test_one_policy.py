@@ -287,9 +287,10 @@ SIZES = dict(
 )
 QUANTISED = {"model__quantisation": "int4"}
 NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
-    ("EP2_DP4", "adapter", "qwen2_moe", {}),
+    ("DP2", "adapter", "qwen2_moe", {}),
     ("EP2", "merged", "qwen3_moe", QUANTISED),
     ci("EP2", "merged", "qwen3_moe", {}),
+    nightly("EP2_DP4", "adapter", "qwen2_moe", {}),
     nightly("DP2", "adapter", "qwen3_moe", {}),
     nightly("DP2", "adapter", "qwen2_moe", QUANTISED),
 ]

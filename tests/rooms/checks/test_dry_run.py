@@ -59,7 +59,7 @@ ON_CUDA = [  # run_8gpu.sh and run_1gpu.sh
 RECOMPUTE = "model.recompute=true"
 AT_TP2 = ("qwen3", 16, 2, 16)  # where the rows of experts, and not the logits as with TP4, are the fullest moment
 FAULTS = [  # fault, where it is planted, what is then not as planned
-    ("kept_alive", (*EP16, RECOMPUTE), "alive after it"),
+    ci("kept_alive", (*EP16, RECOMPUTE), "alive after it"),
     nightly("wrong_group", (*EP16, RECOMPUTE), "forward: reduce_scatter_base over data"),
     nightly("fp32", AT_TP2, "reference and old policy"),
 ]
