@@ -267,9 +267,10 @@ def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: P
         PLAN.replace("method: better}\n  - {asked", "method: absent}\n  - {asked")
     )
     assert report_code(project, "build") == 2 and "findings: absent: no comparison" in capsys.readouterr().err
-    (project / "RESULTS.md").write_text("no marks")
     (project / "results" / "plan.yaml").write_text(PLAN)
-    assert report_code(project, "build") == 2 and "needed: the two marks" in capsys.readouterr().err
+    for page in ("no marks", pages.BEGIN):
+        (project / "RESULTS.md").write_text(page)
+        assert report_code(project, "build") == 2 and "needed: the two marks" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert report.main(["--results", str(tmp_path / "empty"), "build"]) == 2
     assert "empty: no record" in capsys.readouterr().err

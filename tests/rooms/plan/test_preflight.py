@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ import preflight
 from facts.architectures import Architecture
 from facts.devices import HARDWARE, SPREAD, Range, spread
 from inputs import config, hf_config, rules
-from plan import whole_run
+from plan import search, whole_run
 from plan.grid import WHOLE
 from plan.parameters import base_parameters
 from plan.roofline import Rows, decode_parts, decode_step, forward_flops
@@ -106,6 +107,32 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
     asked = found["ranks"]
     order = [(other["ranks"] > asked, round(other["peak_bytes"] / 2**30, 1)) for other in found["alternatives"]]
     assert order == sorted(order), "what needs more ranks comes last"
+
+
+@pytest.mark.parametrize(
+    ("phase", "bound", "eager", "waves", "change"),
+    [
+        ("decode", "weights", True, 3, "3 waves: more rollout.kv_cache_mib, or more replicas"),
+        ("decode", "launches", True, 1, "rollout.enforce_eager=false"),
+        ("decode", "launches", False, 1, "more sequences a step cost almost nothing"),
+        ("decode", "weights", False, 1, "a larger rollout.tensor, or more sequences a step"),
+        ("update forward", "launches", False, 1, "a larger optim.prompts_per_update"),
+        ("update forward", "arithmetic", False, 1, "more ranks"),
+    ],
+)
+def test_a_change_that_would_shorten_a_phase(phase, bound, eager, waves, change):
+    times = SimpleNamespace(bound=lambda phase: bound, micro_batches=1, waves=waves)
+    rollout, model = SimpleNamespace(enforce_eager=eager), SimpleNamespace(recompute=False)
+    assert preflight.advice(rollout, model, times, phase) == change
+
+
+def test_uneven_shares_are_named_and_both_numbers_of_prompts_are_listed_together():
+    assert preflight._shared(128, 16, "rank", "experts") == "16 ranks of 8 experts"
+    assert preflight._shared(60, 16, "rank", "experts") == "16 ranks of 4 experts at most (uneven: 60 / 16)"
+    asked, other = (SimpleNamespace(cfg=config.load_config(QWEN3, more)) for more in ([], ["model.recompute=true"]))
+    assert "rollout.prompts_per_step=96" not in search.overrides(other, asked)
+    other.cfg = config.load_config(QWEN3, ["optim.prompts_per_update=48"])
+    assert {"rollout.prompts_per_step=96", "optim.prompts_per_update=48"} <= {*search.overrides(other, asked)}
 
 
 def test_after_a_die_has_failed_the_largest_number_that_is_left_is_offered_with_its_script(capsys):
