@@ -118,9 +118,10 @@ def weights(reader: GGUFReader) -> Iterator[tuple[str, Tensor]]:
         yield f"{layer}.mlp.gate.weight", rows / tensor(f"{block}.ffn_norm").norm()
         yield f"{layer}.mlp.shared_expert_gate.weight", torch.zeros(1, hidden)
         gate, up, down = (tensor(f"{block}.ffn_{name}") for name in ("gate", "up", "down"))
-        shared, routed = slice(SHARED_WIDTH), slice(SHARED_WIDTH, None)  # neurons
-        down[:, shared] *= 2  # sigmoid(0) = 1/2
-        for expert, part in [("shared_expert", shared), *((f"experts.{e}", routed) for e in range(EXPERTS))]:
+        down[:, :SHARED_WIDTH] *= 2  # sigmoid(0) = 1/2
+        neurons = {"shared_expert": slice(SHARED_WIDTH)}
+        neurons |= {f"experts.{e}": slice(SHARED_WIDTH, None) for e in range(EXPERTS)}
+        for expert, part in neurons.items():
             yield f"{layer}.mlp.{expert}.gate_proj.weight", gate[part]
             yield f"{layer}.mlp.{expert}.up_proj.weight", up[part]
             yield f"{layer}.mlp.{expert}.down_proj.weight", down[:, part]
@@ -182,6 +183,7 @@ def make(folder: Path) -> str:
             raise InputError(f"{folder}: holds another model; needed: another folder, or delete this one")
         return f"{folder}: already made"
     with whole_folder(folder) as aside:
+        # Copies: safetensors refuses tensors that share memory, as the experts do.
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights(reader)}
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(reader, aside)

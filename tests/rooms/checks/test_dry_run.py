@@ -290,3 +290,5 @@ def test_the_command_prints_the_phases_the_launches_and_what_agrees(capfd, tmp_p
     assert found["launches"].keys() == found["phases"].keys() and found["launches"]["backward"] > 0
     assert found["compared"] and all(row["agrees"] for row in found["compared"])
     assert "checks.dry_run" in log.read_text()
+    assert preflight.main(["configs/qwen3.yaml", "--dry-run", "--rank=16"]) == 2
+    assert "--rank: found 16; needed: 0 to 15" in capfd.readouterr().err

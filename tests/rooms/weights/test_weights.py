@@ -428,6 +428,14 @@ def dense():
     return LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float64)
 
 
+@pytest.fixture(scope="module")
+def routed(folder: Path):
+    """transformers' model of the folder, in float64 but for its norms and the softmax of its routers."""
+    from transformers import Qwen2MoeForCausalLM
+
+    return Qwen2MoeForCausalLM.from_pretrained(str(folder), dtype=torch.float64, experts_implementation="eager")
+
+
 def prompt(folder: Path) -> list[int]:
     text = data_gsm8k.load_tokenizer(folder).apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, tokenize=False
@@ -441,18 +449,15 @@ def prompt(folder: Path) -> list[int]:
 @needs_packages
 @torch.no_grad()
 @pytest.mark.ci
-def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense) -> None:
-    from transformers import Qwen2MoeForCausalLM
-
+def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense, routed) -> None:
     ids = torch.tensor([prompt(folder)])
     wanted = dense(ids).logits
-    cut = Qwen2MoeForCausalLM.from_pretrained(str(folder), dtype=torch.float64, experts_implementation="eager")
-    assert (cut(ids).logits - wanted).abs().max() < 1e-4
+    assert (routed(ids).logits - wanted).abs().max() < 1e-4
     for name in ("shared_expert", "experts.3"):  # the control: without it, the comparison fails
         removed = huggingface.read_model(folder, hf_config.read(folder))
         weight = removed[f"model.layers.3.mlp.{name}.down_proj.weight"].clone()
         removed[f"model.layers.3.mlp.{name}.down_proj.weight"] = torch.zeros_like(weight)
-        broken = Qwen2MoeForCausalLM.from_pretrained(None, config=cut.config, state_dict=removed, dtype=torch.float64)
+        broken = type(routed).from_pretrained(None, config=routed.config, state_dict=removed, dtype=torch.float64)
         assert (broken(ids).logits - wanted).abs().max() > 0.05, name
 
 
@@ -471,12 +476,9 @@ def test_sampler_gives_the_greedy_answer_of_the_dense_network(folder: Path, dens
 @needs_packages
 @torch.no_grad()
 @pytest.mark.ci
-def test_the_tokens_of_every_layer_go_to_all_experts(folder: Path) -> None:
-    from transformers import Qwen2MoeForCausalLM
-
+def test_the_tokens_of_every_layer_go_to_all_experts(folder: Path, routed) -> None:
     ids = torch.tensor([prompt(folder)])
-    network = Qwen2MoeForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    for logits in network(ids, output_router_logits=True).router_logits:  # (T, E) of each layer
+    for logits in routed(ids, output_router_logits=True).router_logits:  # (T, E) of each layer
         chosen = torch.zeros_like(logits).scatter(1, logits.topk(2).indices, 1)
         share = chosen.mean(0) / 2
         assert torch.special.entr(share).sum() / math.log(4) > 0.7, share
