@@ -85,11 +85,9 @@ def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
     """The rows of `split` ("train" | "test"), their source and their form. InputError for a row that cannot be used."""
     if data.source == "arithmetic":
         num = {"train": data.num_train or GENERATED, "test": data.num_test}[split]
-        operations = (data.operations_low, data.operations_high)
-        pairs = arithmetic.examples(
-            num, split == "test", data.seed, arithmetic.LOWEST_OPERAND, data.operand_high, operations
-        )
-        length = f", {operations[0]} to {operations[1]} operations" if operations != arithmetic.ONE else ""
+        most = data.operations_high
+        pairs = arithmetic.examples(num, split == "test", data.seed, arithmetic.LOWEST_OPERAND, data.operand_high, most)
+        length = f", 1 to {most} operations" if most > 1 else ""
         form = f"generated, operands {arithmetic.LOWEST_OPERAND} to {data.operand_high}{length}"
         return [Row.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
     paths, count = {"train": (data.train_path, data.num_train), "test": (data.test_path, 0)}[split]

@@ -105,8 +105,9 @@ class DataConfig(Section):
         1024, "arithmetic: held-out questions; training has none of their operand pairs", ge=1, le=10**6
     )
     operand_high: int = knob(49, "arithmetic: largest operand", ge=0, le=10**6)
-    operations_low: int = knob(1, "arithmetic: fewest operations of a question", ge=1, le=8)
-    operations_high: int = knob(1, "arithmetic: most operations; each later one uses the result so far", ge=1, le=8)
+    operations_high: int = knob(
+        1, "arithmetic: a question has 1 to so many operations; each later one uses the result so far", ge=1, le=8
+    )
     seed: int = knob(0, "arithmetic: seed of the generated questions", ge=0, lt=2**32)
 
 
@@ -233,8 +234,7 @@ class OptimConfig(Section):
     betas: tuple[Decay, Decay] = knob((0.9, 0.95), "AdamW's decay rates of the two moments", strict=False)
     weight_decay: float = knob(0.0, "AdamW's weight decay; 0, as LoRA factors are small already", ge=0, le=1e3)
     warmup_steps: int = knob(5, "steps of linear warm-up", ge=0, le=10**9)
-    decay: Literal["constant", "linear", "cosine"] = knob("constant", "how lr falls from the warm-up to train.steps")
-    min_lr_ratio: float = knob(0.1, "learning rate of the last step, as a share of lr", ge=0, le=1)
+    decay: Literal["constant", "linear", "cosine"] = knob("constant", "how lr falls to a tenth after the warm-up")
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm over all ranks", gt=0, le=1e30)
     prompts_per_update: int = knob(32, "prompts of one optimizer step; divides prompts_per_step", ge=1, le=10**6)
     tokens_per_micro_batch: int = knob(
@@ -243,14 +243,14 @@ class OptimConfig(Section):
     )  # fmt: skip
 
     def rate(self, step: int, num_steps: int) -> float:
-        """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, or linear or cosine to min_lr_ratio."""
+        """AdamW's rate at ``step`` (from 0): linear warm-up, then constant, or linear or cosine to a tenth of lr."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return self.lr
         share = (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps)  # 0 -> 1 at the last step
         fall = share if self.decay == "linear" else (1 - math.cos(math.pi * share)) / 2
-        return self.lr * (1 - (1 - self.min_lr_ratio) * fall)
+        return self.lr * (1 - 0.9 * fall)
 
 
 class EvalConfig(Section):

@@ -247,7 +247,8 @@ PLANTED = "0 (the benchmark plants it: checks/planted_fault.py)"
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1,
     "data.prompt_template": "Question: {question}\nAnswer:", "tiny_model.words_per_batch": 64,
-    "tiny_model.warm_start_lr": 3e-3, "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
+    "tiny_model.warm_start_lr": 3e-3, "data.operations_low": 1, "optim.min_lr_ratio": 0.1,
+    "checks.unparsable_share": 0.95, "checks.truncated_share": 0.5,
     "checks.collapse_reward": 0.2, "checks.collapse_kl": 1.0, "checks.logp_gap_fp32": 1e-3,
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
     "checks.non_finite": "stop", "checks.surprise": "off", "checks.rounding": "off",

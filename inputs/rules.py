@@ -92,7 +92,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c.tiny_model), "data.source is not arithmetic",
-     "data.operand_high data.operations_low data.operations_high"),
+     "data.operand_high data.operations_high"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
@@ -101,7 +101,6 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
-    (lambda c: c.optim.decay == "constant", "optim.decay is constant", "optim.min_lr_ratio"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
     (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
     (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
@@ -203,8 +202,6 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
     unusable = [f"{name}: {shown(path)}" for name, path in sets if not (path and NAME.fullmatch(name))]
     if unusable:
         yield f"eval.sets: found {', '.join(unusable)}; needed: names of letters, digits, . _ and -, each with a file"
-    if data.operations_low > data.operations_high:
-        yield f"data.operations_low: {data.operations_low} exceeds data.operations_high {data.operations_high}"
     count = data.num_train
     if data.source == "arithmetic":
         count = data.num_train or GENERATED

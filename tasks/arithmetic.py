@@ -35,7 +35,6 @@ LATER = {
 ASKED = "How many {items} are there now?"
 OPERATIONS = {"+": operator.add, "-": operator.sub}
 LOWEST_OPERAND = 1
-ONE = (1, 1)  # the fewest and the most operations of a question
 MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
 
 Line = tuple[int, str, int, int]  # (37, "-", 25, 12): one operation of an answer and its result
@@ -56,7 +55,7 @@ def held_out(x: int, y: int) -> bool:
 
 
 def examples(
-    num: int, heldout: bool, seed: int, low: int, high: int, operations: tuple[int, int] = ONE
+    num: int, heldout: bool, seed: int, low: int, high: int, most_operations: int = 1
 ) -> list[tuple[str, str]]:
     """`num` different (question, worked answer) pairs with operands low..high, from held-out operand pairs or others.
 
@@ -74,30 +73,27 @@ def examples(
     )
     available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
     short = f"data.num_{split}: found {num}; operands {low} to {high} give {{}} different questions"
-    if available < num and operations == ONE:
+    if available < num and most_operations == 1:
         raise InputError(short.format(available))
     rng = random.Random(derive_seed(seed, "arithmetic", split))
     pairs: dict[str, str] = {}
     repeats = 0
     while len(pairs) < num:
-        made = problem(rng, low, high, heldout, operations)
+        made = problem(rng, low, high, heldout, most_operations)
         repeats = repeats + 1 if made.question in pairs else 0
-        if repeats > MOST_DRAWS and operations != ONE:  # of one operation the number is known exactly
+        if repeats > MOST_DRAWS and most_operations > 1:  # of one operation the number is known exactly
             raise InputError(short.format(f"about {len(pairs)}"))
         pairs[made.question] = solution(made.lines)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
 
 
-def draw_lines(
-    rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE
-) -> tuple[Line, ...]:
+def draw_lines(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> tuple[Line, ...]:
     """The operations of a problem; InputError if 10,000 draws give none.
 
     A held-out problem begins with a held-out pair. A training problem has no held-out pair in any operation. No result
     is negative or larger than `largest(high)`.
     """
-    fewest, most = operations
-    num = rng.randint(fewest, most) if fewest < most else fewest
+    num = rng.randint(1, most_operations) if most_operations > 1 else 1
     for _ in range(MOST_DRAWS):
         sign, x, y = rng.choice(["+", "-"]), rng.randint(low, high), rng.randint(low, high)
         if held_out(x, y) != heldout:
@@ -126,9 +122,9 @@ def line(sign: str, x: int, y: int) -> Line:
     return x, sign, y, OPERATIONS[sign](x, y)
 
 
-def problem(rng: random.Random, low: int, high: int, heldout: bool, operations: tuple[int, int] = ONE) -> Problem:
-    """A word problem drawn from `rng` of at least operations[0] and at most operations[1] operations."""
-    first, *later = lines = draw_lines(rng, low, high, heldout, operations)
+def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> Problem:
+    """A word problem drawn from `rng`, of one to `most_operations` operations."""
+    first, *later = lines = draw_lines(rng, low, high, heldout, most_operations)
     text, name, items = rng.choice(TEMPLATES[first[1]]), rng.choice(NAMES), rng.choice(ITEMS)
     if later:
         sentences = [rng.choice(LATER[sign]).replace("{y}", str(y)) for _, sign, y, _ in later]

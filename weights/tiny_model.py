@@ -64,11 +64,7 @@ def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
         "tiny_model": tiny.model_dump(mode="json"),
         "config": hf_config.tiny_settings(tiny, row_tokens),
         "operands": [arithmetic.LOWEST_OPERAND, data.operand_high],
-    } | ({} if operations(data) == arithmetic.ONE else {"operations": list(operations(data))})
-
-
-def operations(data: DataConfig) -> tuple[int, int]:
-    return data.operations_low, data.operations_high
+    } | ({"operations": [1, data.operations_high]} if data.operations_high > 1 else {})
 
 
 def exists(folder: Path, wanted: dict) -> bool:
@@ -174,7 +170,7 @@ def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, co
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
     rng, low, high = random.Random(1), arithmetic.LOWEST_OPERAND, data.operand_high
-    problems = (arithmetic.problem(rng, low, high, False, operations(data)) for _ in range(2000))
+    problems = (arithmetic.problem(rng, low, high, False, data.operations_high) for _ in range(2000))
     texts = (f"user\n{problem.question}\nassistant\n{arithmetic.solution(problem.lines)}" for problem in problems)
     build_tokenizer(texts, tiny.vocab_size, folder)
     huggingface.save_model(random_weights(hf_config.read(folder), tiny.seed), folder)
@@ -229,7 +225,7 @@ def _warm_start(
             group["lr"] = WARM_START_LR * min(1.0, (step + 1) / WARMUP_STEPS) * decay
         num_examples = tiny.drills_per_batch if step % 2 else WORDS_PER_BATCH
         examples = [
-            drill(rng, low, high, operations(data)) if step % 2 else _word_problem(tiny, data, rng, tokenizer)
+            drill(rng, low, high, data.operations_high) if step % 2 else _word_problem(tiny, data, rng, tokenizer)
             for _ in range(-(-num_examples // parallel.world_size))
         ]
         tokens, mask = (rows.to(parallel.device) for rows in _padded(examples, tokenizer))
@@ -250,7 +246,7 @@ def _word_problem(
     tiny: TinyModelConfig, data: DataConfig, rng: random.Random, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
     """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
-    problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, operations(data))
+    problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, data.operations_high)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
@@ -292,12 +288,12 @@ def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wr
     return first, sign, second, result + (10 if result < 10 else rng.choice([-10, 10]))
 
 
-def drill(rng: random.Random, low: int, high: int, operations: tuple[int, int] = arithmetic.ONE) -> tuple[str, str]:
+def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> tuple[str, str]:
     """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
 
     If problems have several operations, every other sum begins with any number that their results may be.
     """
-    if operations[1] > 1 and rng.random() < 0.5:
+    if most_operations > 1 and rng.random() < 0.5:
         most = arithmetic.largest(high)
         line = (0, "+", 0, most + 1)
         while line[3] > most or arithmetic.held_out(line[0], line[2]):

@@ -376,11 +376,11 @@ def test_replay_takes_most_of_a_disturbed_routers_gap_away(models, tmp_path: Pat
 def test_the_learning_rate_by_hand(tmp_path) -> None:
     expected = {
         "constant": [0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
-        "linear": [0.025, 0.05, 0.075, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02],
-        "cosine": [0.025, 0.05, 0.075, 0.1, 0.1, 0.0882843, 0.06, 0.0317157, 0.02],
+        "linear": [0.025, 0.05, 0.075, 0.1, 0.1, 0.0775, 0.055, 0.0325, 0.01],
+        "cosine": [0.025, 0.05, 0.075, 0.1, 0.1, 0.0868198, 0.055, 0.0231802, 0.01],
     }
     for decay, rates in expected.items():
-        changes = {"optim__lr": 0.1, "optim__warmup_steps": 4, "optim__min_lr_ratio": 0.2, "train__steps": 9}
+        changes = {"optim__lr": 0.1, "optim__warmup_steps": 4, "train__steps": 9}
         cfg = training.config(tmp_path, tmp_path, optim__decay=decay, **changes)
         assert [cfg.optim.rate(step, 9) for step in range(9)] == pytest.approx(rates, abs=1e-7)
         only = training.config(tmp_path, tmp_path, optim__decay=decay, optim__warmup_steps=0, train__steps=1)

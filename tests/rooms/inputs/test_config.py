@@ -170,7 +170,6 @@ def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
 
 SINGLE = {
     "data.source",
-    "data.operations_low",
     "rollout.staleness",
     "rollout.ranks",
 }  # nothing else is accepted beside the rest
@@ -367,7 +366,6 @@ IDLE_CASES = [
     # (selectors, key, value, reason)
     ("loss: {kl: none, %s}", "kl_coef", "1e-3", "loss.kl is none"),
     ("loss: {%s}", "importance_clip", "2", "loss.importance is none"),
-    ("optim: {%s}", "min_lr_ratio", "0.1", "optim.decay is constant"),
     ("eval: {samples: 0, %s}", "temperature", "1", "eval.samples is 0"),
     ("lora: {targets: [linear_qkv, router], %s}", "expert_rank", "4", "neither linear_fc1 nor linear_fc2"),
     (RANDOM_WEIGHTS, "drills_per_batch", "160", "warm_start_steps is 0"),
@@ -404,9 +402,9 @@ def test_a_key_of_the_file_that_an_override_makes_idle_is_noted_and_takes_its_de
     ]
     assert "kl_coef" not in config.to_dict(cfg)["loss"]
     cfg, notes = resolve_config(
-        TINY, ["train.steps=30", "train.steps=40", "optim.min_lr_ratio=0.2", "optim.decay=cosine"]
+        TINY, ["train.steps=30", "train.steps=40", "loss.importance_clip=3", "loss.importance=token"]
     )
-    assert (cfg.train.steps, cfg.optim.min_lr_ratio) == (40, 0.2)
+    assert (cfg.train.steps, cfg.loss.importance_clip) == (40, 3)
     assert notes == ["train.steps: given twice on the command line, the last one counts"]
     # The warm start reads the operands.
     _, notes = resolve_config(TINY, ["data.source=gsm8k", "data.train_path=a", "data.test_path=b"])
