@@ -92,14 +92,16 @@ def _results(
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
         wave = indices[start : start + settings.batch_size]
         beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
-        answers = engine.sample(
+        ask = functools.partial(
+            engine.sample,
             [questions[index].prompt for index in wave],
             seeds=[derive_seed("evaluation", *([name] * bool(name)), index) for index in wave],
-            num_samples=k or 1,
             max_new_tokens=sampling.max_new_tokens,
-            temperature=settings.temperature if k else 0.0,
-            greedy_first=k > 0,
         )
+        answers = ask(num_samples=1, temperature=0.0)
+        if k:
+            sampled = ask(num_samples=k, temperature=settings.temperature)
+            answers = [greedy + group for greedy, group in zip(answers, sampled, strict=True)]
         pairs = zip(wave, answers, strict=True)
         scores = iter(score([(questions[index], answer) for index, group in pairs for answer in group]))
         for i, group in enumerate(answers):

@@ -5,17 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from engines.interface import Engine
 from facts.architectures import Architecture
-from knobs import Config, RolloutConfig
-from plan import capacity
+from knobs import Config
 
 
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     """Raise InputError if the engine cannot run this configuration, or is not installed for it."""
-    _engine_module(cfg.rollout).check(cfg, arch, ranks)
+    _engine_module(cfg).check(cfg, arch, ranks)
 
 
 def open_engine(
@@ -30,25 +28,8 @@ def open_engine(
 
     ``beat`` is called for every decoded token of a batch of rows.
     """
-    rollout = cfg.rollout
-    # An engine that reserves no cache takes as many rows on any number of ranks, and may have no process group.
-    ranks = dist.get_world_size() if rollout.kind.reserves else 1
-    return _engine_module(rollout).open_engine(
-        cfg.model,
-        rollout,
-        arch,
-        device,
-        stop_tokens,
-        pad_token,
-        beat,
-        adapter=cfg.lora if cfg.keeps_factors_apart else None,
-        max_tokens=cfg.row_tokens,
-        max_sequences=capacity.max_sequences(
-            rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
-        ),
-        routed_experts=cfg.replay.mode == "r3",
-    )
+    return _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
 
 
-def _engine_module(rollout: RolloutConfig) -> Any:
-    return importlib.import_module(rollout.kind.module)
+def _engine_module(cfg: Config) -> Any:
+    return importlib.import_module(cfg.rollout.kind.module)

@@ -107,31 +107,20 @@ class Engine(Protocol):
         max_new_tokens: int,
         temperature: float,
         return_routed_experts: bool = False,
-        greedy_first: bool = False,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the order of the prompts; before them with ``greedy_first``
-        the greedy one, too.
+        """``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
 
-        Temperature 0 is greedy. The random numbers of prompt i depend on seeds[i] alone, so
-        the other prompts of a call change nothing but rounding. Raises InputError for what cannot be sampled.
+        The random numbers of prompt i depend on seeds[i] alone, so the other prompts of a call change nothing but
+        rounding. Raises InputError for what cannot be sampled.
         """
         params = SamplingParams(max_new_tokens, temperature)
         check_call(self.arch, prompts, seeds, num_samples, params, return_routed_experts, self.ready, self.positions)
-        kinds = [(1, params._replace(temperature=0.0))] * greedy_first + [(num_samples, params)]
-        return self._sample_kinds(prompts, seeds, kinds, return_routed_experts)
-
-    def _sample_kinds(
-        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, SamplingParams]], routed: bool
-    ) -> list[list[Completion]]:
-        """For each prompt the completions of all ``kinds``, (number of samples, params). The call has been checked."""
-        by_kind = [self._sample(prompts, seeds, num_samples, params, routed) for num_samples, params in kinds]
-        return [sum(groups, []) for groups in zip(*by_kind, strict=True)]
+        return self._sample(prompts, seeds, num_samples, params, return_routed_experts)
 
     def _sample(
         self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
     ) -> list[list[Completion]]:
-        """The part of `sample` that is the engine's own, unless it has its own `_sample_kinds`."""
-        raise TypeError(f"{type(self).__name__} has neither _sample nor _sample_kinds")
+        """The part of `sample` that is the engine's own. The call has been checked."""
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         """The residual stream after each layer, to find the first layer that differs from the trainer's.  -> L x (T, h)

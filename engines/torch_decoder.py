@@ -205,13 +205,13 @@ class Decoder:
     def prefill(
         self,
         prompts: list[list[int]],
-        num_samples: list[int],
+        num_samples: int,
         new_tokens: int,
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
         beat: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, list[LineCache | RowCache], Tensor | None]:
-        """Run the prompts: last hidden states, caches for so many rows of each, and their tokens' experts.
+    ) -> tuple[Tensor, LineCache | RowCache, Tensor | None]:
+        """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
         layers. Padding is on the right and attention is causal, so no real token sees padding.
@@ -226,7 +226,7 @@ class Decoder:
         arch, device, longest, in_bf16 = self.arch, self.device, max(map(len, prompts)), self.cache is RowCache
         longest += -longest % packing.KEYS * in_bf16
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        caches = [self.cache(arch, lengths, longest, samples, new_tokens, self.dtype) for samples in num_samples]
+        cache = self.cache(arch, lengths, longest, num_samples, new_tokens, self.dtype)
 
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
         position, shared = torch.arange(longest, device=device), 0 if in_bf16 else len(os.path.commonprefix(prompts))
@@ -239,12 +239,11 @@ class Decoder:
             source = is_packed.flatten().nonzero()[:, 0]
             index = torch.where(position < shared, position, is_packed.flatten().cumsum(0).view_as(is_packed) - 1)
             x, routes = F.embedding(ids[part].flatten()[source], self.embedding), []  # (M, h)
-            cos, sin = (table[source % longest, None] for table in (caches[0].cos, caches[0].sin))  # (M, 1, D)
+            cos, sin = (table[source % longest, None] for table in (cache.cos, cache.sin))  # (M, 1, D)
             for layer in range(arch.num_layers):
                 qkv = self._qkv(layer, x, cos, sin)
                 query, key, value = (packing.rows_of(heads, index) for heads in qkv)  # (p, heads, T, D)
-                for cache in caches:
-                    cache.write_prompts(layer, part, key, value)
+                cache.write_prompts(layer, part, key, value)
                 mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
                 mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, source)  # (M, H * D)
                 x = self._mlp(layer, x + self._linear(layer, "o_proj", mixed), routes)
@@ -253,7 +252,7 @@ class Decoder:
                 beat()
             hidden.append(x[index[torch.arange(len(index), device=device), lengths[part] - 1]])
             experts += [torch.stack(routes, 1).to(torch.uint8)[index]] if routes else []
-        return torch.cat(hidden), caches, torch.cat(experts) if experts else None
+        return torch.cat(hidden), cache, torch.cat(experts) if experts else None
 
     def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""

@@ -6,28 +6,18 @@ P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary,
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs
-from engines.torch_cache import LineCache, RowCache
 from engines.torch_decoder import Decoder
 from facts.architectures import Architecture, layers
 from facts.exits import InputError
 from hardware.device import DTYPES
-from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
+from knobs import Config, LoraConfig
 from plan.capacity import MOST_SEQUENCES
-
-
-class _Part(NamedTuple):
-    """Samples of each prompt that are drawn at once."""
-
-    samples: range  # their numbers
-    num_samples: int  # of each prompt in all
-    params: SamplingParams
 
 
 class TorchSampler(Engine):
@@ -45,7 +35,8 @@ class TorchSampler(Engine):
         adapter: LoraConfig | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """``max_sequences`` limits the rows that are decoded together, and so the key-value cache.
+        """``max_sequences`` limits the rows that are decoded together, and so the key-value cache. The samples of a
+        prompt are decoded together, however many they are.
 
         ``adapter``: the shapes of what load_adapter will bring.
         """
@@ -84,75 +75,45 @@ class TorchSampler(Engine):
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        self.decoder.prefill([prompt], [1], 1, self.pad_token, outputs)
+        self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
         return [output[: len(prompt)] for output in outputs]
 
     @torch.inference_mode()
-    def _sample_kinds(
-        self, prompts: list[list[int]], seeds: list[int], kinds: list[tuple[int, SamplingParams]], routed: bool
+    def _sample(
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for first in range(0, max(num_samples for num_samples, _ in kinds), self.max_sequences):
-            parts = [
-                _Part(range(first, min(num_samples, first + self.max_sequences)), num_samples, params)
-                for num_samples, params in kinds
-                if num_samples > first
-            ]
-            prompts_at_once = self.max_sequences // max(len(part.samples) for part in parts)
-            for start in range(0, len(prompts), prompts_at_once):
-                wave = by_length[start : start + prompts_at_once]
-                answers = self._sample_wave([prompts[i] for i in wave], [seeds[i] for i in wave], parts, routed)
-                for i, of_prompt in zip(wave, answers, strict=True):
-                    completions[i] += of_prompt
-        return completions
-
-    def _sample_wave(
-        self, prompts: list[list[int]], seeds: list[int], parts: list[_Part], routed: bool
-    ) -> list[list[Completion]]:
-        """The completions of all ``parts`` for prompts that are computed at once."""
-        new_tokens = parts[0].params.max_new_tokens
-        hidden, caches, prompt_routes = self.decoder.prefill(
-            prompts, [len(part.samples) for part in parts], new_tokens, self.pad_token, beat=self.beat
-        )
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        # One kind after the other, so that the shapes, and with them the rounding, do not depend on the others.
-        for (samples, num_samples, params), cache in zip(parts, caches, strict=True):
-            uniforms = self._uniforms(seeds, samples, num_samples, params)
-            answers = self._run_wave(prompts, hidden, cache, uniforms, params, prompt_routes if routed else None)
+        prompts_at_once = max(1, self.max_sequences // num_samples)
+        for start in range(0, len(prompts), prompts_at_once):
+            wave = by_length[start : start + prompts_at_once]
+            answers = self._run_wave([prompts[i] for i in wave], [seeds[i] for i in wave], num_samples, params, routed)
             for row, answer in enumerate(answers):
-                completions[row // len(samples)].append(answer)
+                completions[wave[row // num_samples]].append(answer)
         return completions
 
-    def _uniforms(self, seeds: list[int], samples: range, num_samples: int, params: SamplingParams) -> Tensor | None:
-        """A number for each token of the ``samples`` of each prompt, (N, R, 1); None if the choice is greedy."""
+    def _uniforms(self, seeds: list[int], num_samples: int, params: SamplingParams) -> Tensor | None:
+        """A number for each token of the samples of each prompt, (N, R, 1); None if the choice is greedy."""
         if params.temperature == 0:
             return None
-        table = uniforms_of(seeds, num_samples, params.max_new_tokens)[:, samples.start : samples.stop, :, None]
+        table = uniforms_of(seeds, num_samples, params.max_new_tokens)[..., None]
         return table.flatten(0, 1).transpose(0, 1).to(self.decoder.device)
 
     def _run_wave(
-        self,
-        prompts: list[list[int]],
-        hidden: Tensor,
-        cache: LineCache | RowCache,
-        uniforms: Tensor | None,
-        params: SamplingParams,
-        prompt_routes: Tensor | None,
+        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
     ) -> list[Completion]:
-        """``cache.samples`` completions of each prompt, in one list. ``uniforms``: see _uniforms.
-
-        ``hidden``: of the last tokens of the prompts, (P, h). With the ``prompt_routes`` the completions have routes.
-        """
+        """``num_samples`` completions of each prompt, which are all computed at once, in one list."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
-        num_samples, rows = cache.samples, len(prompts) * cache.samples
+        rows = len(prompts) * num_samples
+        uniforms = self._uniforms(seeds, num_samples, params)
+        hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token, beat=self.beat)
         hidden = hidden.repeat_interleave(num_samples, 0)
         # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
-        routes = None if prompt_routes is None else torch.zeros(shape, dtype=torch.uint8, device=device)
+        routes = torch.zeros(shape, dtype=torch.uint8, device=device) if routed else None
         row_ids = torch.arange(rows, device=device)  # (R,) the index of each row's results
 
         for n in range(new_tokens):
@@ -193,27 +154,20 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    model: ModelConfig,
-    rollout: RolloutConfig,
+    cfg: Config,
     arch: Architecture,
     device: torch.device,
     stop_tokens: set[int],
     pad_token: int,
     beat: Callable[[], None],
-    *,
-    adapter: LoraConfig | None,
-    max_tokens: int,
-    max_sequences: int,
-    routed_experts: bool,
 ) -> TorchSampler:
     """The sampler. Its caches grow with its rows, and it always has the routes: no other limit or switch is needed."""
     return TorchSampler(
         arch,
         stop_tokens=stop_tokens,
         pad_token=pad_token,
-        dtype=DTYPES[model.dtype],
+        dtype=DTYPES[cfg.model.dtype],
         device=device,
-        max_sequences=max_sequences,
-        adapter=adapter,
+        adapter=cfg.lora if cfg.keeps_factors_apart else None,
         beat=beat,
     )

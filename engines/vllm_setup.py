@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
@@ -12,7 +13,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
 from inputs.rules import batch_sizes, engine_shards, refuse_first, sampler_problems
-from knobs import Config, LoraConfig, ModelConfig, RolloutConfig
+from knobs import Config
 from plan import capacity
 
 
@@ -36,10 +37,7 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
         vllm_adapter.check_version(device)
     if device != "npu":
         return
-    rows = capacity.max_sequences(
-        cfg.rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
-    )
-    tokens = -(-rows // cfg.rollout.tensor)  # the tensor ranks split the tokens
+    tokens = -(-_max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
     if cfg.rollout.expert_parallel:
         vllm_ascend.check_dispatch(arch, ranks, tokens)
     elif cfg.rollout.tensor > 1 and any(arch.moe_layers):
@@ -49,33 +47,35 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
 
 
 def open_engine(
-    model: ModelConfig,
-    rollout: RolloutConfig,
+    cfg: Config,
     arch: Architecture,
     device: torch.device,
     stop_tokens: set[int],
     pad_token: int,
     beat: Callable[[], None],
-    *,
-    adapter: LoraConfig | None,
-    max_tokens: int,
-    max_sequences: int,
-    routed_experts: bool,
 ) -> VllmEngine:
-    """vLLM with these limits. All ranks make it at the same time. ``pad_token``: vLLM pads no rows."""
+    """vLLM with the limits of ``cfg``. All ranks make it at the same time. ``pad_token``: vLLM pads no rows."""
+    rollout = cfg.rollout
     kind = vllm_colocated.ColocatedEngine if rollout.expert_parallel else vllm_engine.VllmEngine
     return kind(
         arch,
-        model.path,
+        cfg.model.path,
         stop_tokens=stop_tokens,
-        max_tokens=max_tokens,
-        dtype=devices.DTYPES[model.dtype],
+        max_tokens=cfg.row_tokens,
+        dtype=devices.DTYPES[cfg.model.dtype],
         device=device,
         tensor=rollout.tensor,
         enforce_eager=rollout.enforce_eager,
         kv_cache_mib=rollout.kv_cache_mib,
-        max_sequences=max_sequences,
-        routed_experts=routed_experts,
-        adapter=adapter,
+        max_sequences=_max_sequences(cfg, arch, dist.get_world_size()),
+        routed_experts=cfg.replay.mode == "r3",
+        adapter=cfg.lora if cfg.keeps_factors_apart else None,
         beat=beat,
+    )
+
+
+def _max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
+    """Rows that are decoded together on ``ranks`` ranks."""
+    return capacity.max_sequences(
+        cfg.rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
     )

@@ -1,7 +1,7 @@
 """What the rest of the program has to know of each engine before it exists. A new engine is a row here and a module.
 
-The module has check(cfg, arch, ranks), which raises InputError for what the engine cannot run, and open_engine, which
-returns an interface.Engine; engines/factory.py says with what. Imports nothing of the project.
+The module has the check_engine and the open_engine of engines/factory.py, as `check` and `open_engine`. Imports nothing
+of the project.
 """
 
 from typing import Literal, NamedTuple

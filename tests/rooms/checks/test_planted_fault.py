@@ -229,7 +229,7 @@ def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model: Mo
 def test_what_a_disturbed_sampler_draws_does_not_depend_on_waves(model: Model, fault: str) -> None:
     engine, settings = sampler(model, set(range(0, 128, 16))), FREE | dict(num_samples=4, max_new_tokens=40)
     expected = disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings)
-    for engine.max_sequences in (3, 4):  # 3 splits a prompt's group
+    for engine.max_sequences in (3, 8):  # waves of one and of two prompts
         assert_alike(disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings), expected)
 
 

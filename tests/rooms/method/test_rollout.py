@@ -371,14 +371,16 @@ class SeedEngine:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, greedy_first):
-        self.calls.append(len(prompts))
-        assert temperature == (0.5 if greedy_first else 0.0)
-        sizes = [[*[1] * greedy_first, *(seed % 10 + 1 + sample for sample in range(num_samples))] for seed in seeds]
-        return [
-            [Completion([prompt[-1]] * (size if greedy_first else 1), [], "stop") for size in of_prompt]
-            for prompt, of_prompt in zip(prompts, sizes, strict=True)
-        ]
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
+        if temperature == 0.0:
+            self.calls.append(len(prompts))
+            return [[Completion([prompt[-1]], [], "stop")] for prompt in prompts]
+        assert temperature == 0.5
+        answers = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            sizes = [seed % 10 + 1 + sample for sample in range(num_samples)]
+            answers.append([Completion([prompt[-1]] * size, [], "stop") for size in sizes])
+        return answers
 
 
 def score(answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
