@@ -2,8 +2,8 @@
 
     norms = norm_targets(arch, ["attention", "experts"])                which norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise
-    noisy = perturb(weights, clean, sigma=..., seed=..., step=...)      each push; a stream
-    check_report(noisy.result())                                        after the stream was read
+    noisy = perturb(weights, clean, report, seed=..., step=...)         each push, with a NoiseReport(sigma); a stream
+    check_report(report, norms)                                         after the stream was read
 
 The noise is Gaussian, and a function of (seed, step, name of the norm). It is added to the clean weight each time.
 Everything that reads a norm's output sees its noise: the norm before the experts is also that of the router and the
@@ -12,12 +12,11 @@ h hidden size. Names are Hugging Face's.
 """
 
 import math
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from engines.interface import TensorStream
 from facts.architectures import Architecture, layers, tensor_shapes
 from facts.exits import AqnError, InputError
 from facts.seeds import derive_seed
@@ -149,70 +148,75 @@ def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) ->
 
 
 def perturb(
-    stream: Iterable[tuple[str, Tensor]], clean: Mapping[str, Tensor], *, sigma: float, seed: int, step: int
-) -> "TensorStream[NoiseReport]":
-    """Adds noise to the norms of a stream of (name, whole tensor). The result of the stream is a report on the noise.
+    stream: Iterable[tuple[str, Tensor]], clean: Mapping[str, Tensor], report: "NoiseReport", *, seed: int, step: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Adds noise to the norms of a stream of (name, whole tensor). The ``report`` has its sigma, and gets the noise.
 
     The stream may have any order, and may bring only a part of the tensors. ``clean`` is the result of clean_norms. All
-    noise is drawn on the CPU, so it is the same on every rank, layout and device. No argument is changed. Raises
-    AqnError if the stream's norm is not the clean one: noise on noise would be a random walk.
+    noise is drawn on the CPU, so it is the same on every rank, layout and device. No argument but the report is
+    changed. Raises AqnError if the stream's norm is not the clean one: noise on noise would be a random walk.
     """
-
-    def noisy() -> Generator[tuple[str, Tensor], None, NoiseReport]:
-        missing = set(clean) if sigma else set()
-        moments = []
-        for name, tensor in stream:
-            if name in missing:
-                missing.discard(name)
-                before = clean[name]
-                if not torch.equal(tensor.detach().cpu(), before):
-                    raise AqnError(f"AQN: {name} is not the clean weight any more; noise must not pile up on noise")
-                generator = torch.Generator().manual_seed(derive_seed(seed, "aqn", step, name))
-                after = _noisy(before, sigma, generator)
-                moments.append(noise_moments(after.float() - before.float(), before, sigma))
-                tensor = after.to(tensor.device)
-            yield name, tensor
-        return NoiseReport(float(sigma), moments, missing)
-
-    return TensorStream(noisy())
+    for name, tensor in stream:
+        if report.sigma and name in clean:
+            before = clean[name]
+            if not torch.equal(tensor.detach().cpu(), before):
+                raise AqnError(f"AQN: {name} is not the clean weight any more; noise must not pile up on noise")
+            generator = torch.Generator().manual_seed(derive_seed(seed, "aqn", step, name))
+            after = _noisy(before, report.sigma, generator)
+            report.add(name, after.float() - before.float(), before)
+            tensor = after.to(tensor.device)
+        yield name, tensor
 
 
 # ------------------------------------------------------------------------------------------------------------- report
 
 
-def noise_moments(noise: Tensor, clean: Tensor, sigma: float) -> Tensor:
-    """What the report needs to know of the ``noise`` (h,) on the weight ``clean``.  -> (5,) fp64
-
-    The numbers of elements and of changed elements, their sum, the sum of their squares, and the expected variance of
-    this sum.
-    """
-    noise = noise.double()
-    fourth = torch.full_like(noise, 3 * sigma**4)  # the fourth moment of a Gaussian
-    if clean.dtype is torch.bfloat16:  # jumps on the grid are rare and long, so their fourth moment is larger
-        up, down = _grid_steps(clean)
-        fourth = torch.where(sigma**2 <= up * down, sigma**2 * (up**3 + down**3) / (up + down), fourth)
-    return torch.tensor(
-        [noise.numel(), (noise != 0).sum(), noise.sum(), (noise**2).sum(), (fourth - sigma**4).sum()],
-        dtype=torch.float64,
-    )
-
-
 class NoiseReport:
     """The noise of one push, pooled over the norms: pushed weight minus clean weight."""
 
-    def __init__(self, sigma: float, moments: Sequence[Tensor] = (), missing: Iterable[str] = ()) -> None:
-        """``moments``: noise_moments of every norm. ``missing``: norms that should change but were not pushed."""
-        self.sigma, self.missing = sigma, set(missing)
-        self.num_modules = len(moments)  # norms whose noise was pushed
-        elements, changed, total, squares, variance = sum(moments, torch.zeros(5, dtype=torch.float64)).tolist()
-        self.num_elements, self.num_changed, n = int(elements), int(changed), max(1, int(elements))
-        self.mean = total / n
-        self.std = math.sqrt(max(squares / n - self.mean**2, 0.0))  # in this order NaN stays NaN
-        self.std_error = math.sqrt(variance) / (2 * n * sigma**2) if sigma else 0.0  # of the std, as a share of sigma
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        self.norms: set[str] = set()  # whose noise was pushed
+        # The numbers of elements and of changed elements, their sum, the sum of their squares, and its variance.
+        self.sums = torch.zeros(5, dtype=torch.float64)
+
+    def add(self, name: str, noise: Tensor, clean: Tensor) -> None:
+        """Add the ``noise`` (h,) on the weight ``clean`` of the norm ``name``."""
+        self.norms.add(name)
+        noise, variance = noise.double(), self.sigma**2
+        fourth = torch.full_like(noise, 3 * variance**2)  # the fourth moment of a Gaussian
+        if clean.dtype is torch.bfloat16:  # jumps on the grid are rare and long, so their fourth moment is larger
+            up, down = _grid_steps(clean)
+            fourth = torch.where(variance <= up * down, variance * (up**3 + down**3) / (up + down), fourth)
+        of_squares = (fourth - variance**2).sum()
+        moments = [noise.numel(), (noise != 0).sum(), noise.sum(), (noise**2).sum(), of_squares]
+        self.sums += torch.tensor(moments, dtype=torch.float64)
+
+    @property
+    def num_elements(self) -> int:
+        return int(self.sums[0])
+
+    @property
+    def num_changed(self) -> int:
+        return int(self.sums[1])
+
+    @property
+    def mean(self) -> float:
+        return self.sums[2].item() / max(1, self.num_elements)
+
+    @property
+    def std(self) -> float:
+        mean_square = self.sums[3].item() / max(1, self.num_elements)
+        return math.sqrt(max(mean_square - self.mean**2, 0.0))  # in this order NaN stays NaN
+
+    @property
+    def std_error(self) -> float:
+        """The standard error of the std, as a share of sigma."""
+        return math.sqrt(self.sums[4].item()) / (2 * self.num_elements * self.sigma**2)
 
 
-def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:
-    """Raise AqnError unless all of the noise was pushed, with the mean and std that were asked for.
+def check_report(report: NoiseReport, norms: Collection[str], tolerance: float = 0.1) -> None:
+    """Raise AqnError unless all ``norms`` got noise in the push, with the mean and std that were asked for.
 
     The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors where that is more. For n Gaussian
     elements a standard error is sigma / sqrt(2 n), which is 10 % at n = 50; rare jumps on the grid of bf16 have a
@@ -221,13 +225,11 @@ def check_report(report: NoiseReport, tolerance: float = 0.1) -> None:
     sigma, n = report.sigma, report.num_elements
     if sigma == 0:
         return
-    if report.num_modules == 0:
+    if not report.norms:
         raise AqnError(f"AQN: sigma is {sigma:g} but no norm got noise: none of the targets was in the push")
-    if report.missing:
-        raise AqnError(
-            f"AQN: {min(report.missing)} should change and was not in the push ({len(report.missing)} such norms)"
-        )
-    measured = f"over {n} elements of {report.num_modules} norms, {report.num_changed / n:.1%} of them changed"
+    if missing := set(norms) - report.norms:
+        raise AqnError(f"AQN: {min(missing)} should change and was not in the push ({len(missing)} such norms)")
+    measured = f"over {n} elements of {len(report.norms)} norms, {report.num_changed / n:.1%} of them changed"
     for what, value, needed, bound in (
         ("std", report.std, sigma, max(tolerance, 5 * report.std_error)),
         ("mean", report.mean, 0.0, max(tolerance, 5 / math.sqrt(n))),

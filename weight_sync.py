@@ -5,14 +5,14 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 the trainer, the reference and the evaluations do not.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 import aqn
 from engines import vllm_colocated
-from engines.interface import Engine, Stack, TensorStream
+from engines.interface import Engine, Stack
 from engines.probe import Probe
 from facts.architectures import modules
 from facts.exits import InputError, Tripped
@@ -185,23 +185,22 @@ class Push:
             num_stages=cfg.aqn.num_stages,
             schedule=cfg.aqn.schedule,
         )
-        report, gap, shift = aqn.NoiseReport(0.0), 0.0, 0.0
+        report, gap, shift = aqn.NoiseReport(sigma), 0.0, 0.0
         if sigma:
             gap = self.probe.gap(probe)
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.
             half = probe[: -(-len(probe) // 2)]
             clean = self.probe.answers(half, FLAT)
-            noisy_tensors = aqn.perturb(touched.items(), self.clean_norms, sigma=sigma, seed=cfg.train.seed, step=step)
+            noisy_tensors = aqn.perturb(touched.items(), self.clean_norms, report, seed=cfg.train.seed, step=step)
             self._load(self.engine.load_weights, noisy_tensors)
-            report = noisy_tensors.result()
             noisy = self.probe.answers(half, FLAT)
             pairs = [zip(after.logp, before.logp, strict=False) for after, before in zip(noisy, clean, strict=True)]
             shift = max(abs(after - before) for pair in pairs for after, before in pair)
             shift = -self.parallel.max_over_ranks(-shift)  # the smallest of all ranks
-            aqn.check_report(report)
+            aqn.check_report(report, self.clean_norms)
         return {
             "aqn/sigma": sigma,
-            "aqn/modules": report.num_modules,
+            "aqn/modules": len(report.norms),
             "aqn/changed_elements": report.num_changed,
             "aqn/realised_std": report.std,
             "aqn/probe_shift": shift,
@@ -211,20 +210,16 @@ class Push:
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
         adapter_only = self.cfg.keeps_factors_apart
-        checksum, sums, touched = 0.0, [], {}
+        sums: list[Tensor] = []
+        touched: dict[str, Tensor] = {}
         if self.stacks and not adapter_only:
-            merged = TensorStream(self._noted(self._merged_stacks()))
-            self._load(self.engine.load_stacks, merged)
-            sums, _ = merged.result()
+            self._load(self.engine.load_stacks, self._noted(self._merged_stacks(), sums, touched))
         if self.clean_norms or not adapter_only:
-            weights = TensorStream(self._noted(self._export(set(self.clean_norms))))
-            self._load(self.engine.load_weights, weights)
-            others, touched = weights.result()
-            checksum = _total(sums + others)
+            self._load(self.engine.load_weights, self._noted(self._export(set(self.clean_norms)), sums, touched))
         if adapter_only:
-            factors, checksum = self._factors()
+            factors, sums = self._factors()
             self._load(self.engine.load_adapter, factors)
-        return checksum, touched
+        return _total(sums), touched
 
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
@@ -242,27 +237,25 @@ class Push:
                 yield name, self._for_engine(linear.weight())
 
     def _noted(
-        self, stream: Iterable[tuple[str, Tensor]]
-    ) -> Generator[tuple[str, Tensor], None, tuple[list[Tensor], dict[str, Tensor]]]:
-        """``stream``, and of its tensors the sums, or the tensors themselves if noise changes them."""
-        sums, touched = [], {}
+        self, stream: Iterable[tuple[str, Tensor]], sums: list[Tensor], touched: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """``stream``; a tensor that noise changes is added to ``touched``, the sum of any other one to ``sums``."""
         for name, tensor in stream:
             if name in self.clean_norms:
                 touched[name] = tensor
             else:
                 sums.append(tensor.sum(dtype=torch.float32))
             yield name, tensor
-        return sums, touched
 
-    def _factors(self) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-        """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their checksum. Collective."""
+    def _factors(self) -> tuple[dict[str, tuple[Tensor, Tensor]], list[Tensor]]:
+        """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their sums. Collective."""
         whole = {name: factor.clone() for name, factor in self.policy.whole()}
         pairs = {
             name: (a, b)
             for module in adapter_weights.adapted_modules(self.arch, self.cfg.lora)
             for name, a, b in module.pairs(whole)
         }
-        return pairs, _total([factor.sum(dtype=torch.float32) for factor in whole.values()])
+        return pairs, [factor.sum(dtype=torch.float32) for factor in whole.values()]
 
 
 def _total(sums: list[Tensor]) -> float:

@@ -5,10 +5,10 @@ the checks of this file, so that the same mistake gets the same message.
 """
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from torch import Tensor
 from facts.architectures import Architecture
 from facts.exits import InputError
 from knobs import LoraConfig
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -130,26 +128,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what the engine holds, before the process group is destroyed."""
-
-
-class TensorStream(Generic[Result]):
-    """(name, tensor) pairs, made one at a time so that few are in memory, and a result that exists after the last one.
-
-    ``generator`` yields the pairs and returns the result.
-    """
-
-    def __init__(self, generator: Generator[tuple[str, Tensor], None, Result]) -> None:
-        self._generator = generator
-        self._results: list[Result] = []
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self._results.append((yield from self._generator))
-
-    def result(self) -> Result:
-        """The result. Raises RuntimeError if the pairs were not read to the end."""
-        if not self._results:
-            raise RuntimeError("the stream of tensors was not read to its end, so it has no result")
-        return self._results[0]
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,6 @@ from engines.interface import (
     Engine,
     SamplingParams,
     Stack,
-    TensorStream,
     check_arrival,
     check_complete,
     check_finite,
@@ -179,7 +178,8 @@ class VllmEngine(Engine):
         groups before it are in the engine.
         """
         whole, self.ready = not self.ready, False
-        stream = TensorStream(self._complete_groups(named_tensors, whole))
+        outcomes: list[BaseException | None] = []
+        stream = self._complete_groups(named_tensors, whole, outcomes)
         with vllm_inside.surroundings_kept(self.device):
             self._hand_over(stream)
             if not self.arch.qkv_bias:
@@ -187,7 +187,8 @@ class VllmEngine(Engine):
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")
-        if failure := stream.result():
+        (failure,) = outcomes  # none: vLLM has not read the stream to its end
+        if failure:
             raise failure
         self.ready = True
 
@@ -217,9 +218,9 @@ class VllmEngine(Engine):
         return tensor.detach().to(self.device, self.dtype)
 
     def _complete_groups(
-        self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool
-    ) -> Generator[tuple[str, Tensor], None, BaseException | None]:
-        """The tensors, cast, group by group; its result is what went wrong.
+        self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, outcomes: list[BaseException | None]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, cast, group by group; at the end ``outcomes`` gets what went wrong, or None.
 
         A failure ends the stream between two groups instead of raising, because an exception inside vLLM's loader would
         leave layers half loaded.
@@ -238,9 +239,9 @@ class VllmEngine(Engine):
                     if name == "model.embed_tokens.weight" and self.arch.tied_head:
                         yield "lm_head.weight", group[name]
             check_complete(seen, groups, whole)
+            outcomes.append(None)
         except BaseException as error:
-            return error
-        return None
+            outcomes.append(error)
 
     # ------------------------------------------------------------------------------------------------------- sampling
     def _sample(

@@ -88,7 +88,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
                 targets = aqn.norm_targets(arch, cfg.aqn.targets)
                 norms = aqn.clean_norms(huggingface.export(model, arch, parallel), targets)
                 stream = huggingface.export(model, arch, parallel, only=targets)
-                noisy = dict(aqn.perturb(stream, norms, sigma=0.05, seed=0, step=step))
+                noisy = dict(aqn.perturb(stream, norms, aqn.NoiseReport(0.05), seed=0, step=step))
             answers = sampled()
             found["steps"].append(gap(answers, **noisy))
             push(step, PROMPTS[0])
