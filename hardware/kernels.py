@@ -3,9 +3,7 @@
 The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on a stand-in for the kernels of
 torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/machines/test_npu.py).
 
-With tensors without data, torch_npu accepts shapes and types that a device refuses. So the rules of the device are
-checked here, before each call. The checks read shapes and types only, so they do not wait for the device. The source of
-the rules is the page of each kernel in docs/zh/custom_APIs/torch_npu of github.com/Ascend/op-plugin (commit 517f2e7d).
+The models of facts/architectures.py keep the documented rules of these kernels, which the stand-in checks at each call.
 N rows, E local experts, h input width, o output width.
 """
 
@@ -33,12 +31,6 @@ def _npu():
     import torch_npu
 
     return torch_npu
-
-
-def _refused(kernel: str, needed: str, *found: Tensor) -> RuntimeError:
-    """The error for tensors that an NPU would refuse, or with which its results would be undefined."""
-    shown = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in found)
-    return RuntimeError(f"{kernel}: found {shown}; needed: {needed}")
 
 
 def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -113,28 +105,11 @@ class _GroupedMatmul(torch.autograd.Function):
 def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> Tensor:
     """The grouped product. group_type 0 splits the rows of ``x`` into groups; 2 sums over the rows of each group.
 
-    group_list_type 1: ``counts`` are the sizes of the groups. split_item 3: one output tensor. RuntimeError if the
-    kernel would refuse the tensors.
+    group_list_type 1: ``counts`` are the sizes of the groups. split_item 3: one output tensor.
     """
-    _check_grouped(x, weight, counts, group_type)
     return _npu().npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=1
     )[0]
-
-
-def _check_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> None:
-    """The rules of npu_grouped_matmul but one: to sum the sizes of the groups, the CPU would wait for the device."""
-    kernel = "npu_grouped_matmul"
-    if x.dtype != weight.dtype:  # its table of types, without quantisation
-        raise _refused(kernel, "x and weight of one type", x, weight)
-    if x.dim() != 2 or weight.dim() != (3 if group_type == 0 else 2) or x.shape[1] != weight.shape[-2]:
-        raise _refused(kernel, "2-D x, 3-D weight (group_type 2: 2-D), and the same inner size", x, weight)
-    if counts.dtype != torch.int64 or counts.dim() != 1 or not 2 <= len(counts) <= 1024:
-        raise _refused(kernel, "the sizes of 2 to 1024 groups in int64", counts)
-    if group_type == 0 and len(weight) != len(counts):
-        raise _refused(kernel, "a matrix for each group", weight, counts)
-    if x.shape[1 if group_type == 0 else 0] >= 65536 or weight.shape[-1] >= 65536:  # InnerLimit: axes of stride 1
-        raise _refused(kernel, "widths below 65536", x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -144,8 +119,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     in fp32 and bf16.
     """
     if x.device.type == "npu" and x.dtype == weight.dtype:  # the formula for other pairs of types
-        if x.dim() < 2 or weight.shape != x.shape[-1:]:
-            raise _refused("npu_rms_norm", "x of 2 axes or more, a weight for each number of the last one", x, weight)
         return _npu().npu_rms_norm(x, weight, eps)[0]
     if on_gpu(x.device) and x.dtype == weight.dtype:  # one kernel in place of seven
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -352,8 +325,6 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
     key; otherwise its result is undefined.
     """
     if query.device.type == "npu":  # sparse_mode 0: any mask; by default its band of tokens covers all keys
-        if mask.shape != (len(query), 1, query.shape[2], key.shape[2]) or mask.dtype != torch.bool:
-            raise _refused("npu_fusion_attention", "a bool mask of (b, 1, queries, keys)", query, key, mask)
         return _npu_attention(query, key, value, scale, mask, sparse_mode=0)
     return _torch_attention(query, key, value, scale, attn_mask=mask.to(query.dtype))
 
@@ -370,19 +341,12 @@ def attention_mask(hidden: Tensor) -> Tensor:
 
 
 def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor, sparse_mode: int) -> Tensor:
-    """torch_npu's kernel; it has its own backward. RuntimeError if it would refuse the tensors."""
-    kernel, (b, heads, queries, d) = "npu_fusion_attention", query.shape
-    if key.shape != value.shape or len(key) != b or key.shape[3] != d or not query.dtype == key.dtype == value.dtype:
-        raise _refused(kernel, "one type, batch and head size; key and value of one shape", query, key, value)
-    if not 1 <= d <= 768 or not 1 <= heads <= 256 or heads % key.shape[1]:
-        raise _refused(kernel, "a head size up to 768; up to 256 heads, a multiple of the key/value heads", query, key)
-    if not b or not 1 <= queries <= 2**20 or not 1 <= key.shape[2] <= 2**20:
-        raise _refused(kernel, "a row or more, of 1 to 2^20 tokens", query, key)
+    """torch_npu's kernel; it has its own backward."""
     return _npu().npu_fusion_attention(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        heads,
+        query.shape[1],
         "BNSD",
         scale=scale,
         atten_mask=hidden,
@@ -394,8 +358,6 @@ def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidd
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
     if gate_up.device.type == "npu" and gate_up.numel():  # the kernel takes no empty tensor: experts without rows
-        if gate_up.shape[-1] % 2:
-            raise _refused("npu_swiglu", "two halves of one width", gate_up)
         return _npu().npu_swiglu(gate_up.contiguous(), dim=-1)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
@@ -442,21 +404,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if x.device.type == "npu":
         if x.dim() == 3:  # as (T, 1, heads, d): older versions of the kernel take four axes only
-            return _npu_rotary(x[:, None], cos[:, None], sin[:, None])[:, 0]
-        return _npu_rotary(x, cos, sin)
+            return _npu().npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
+        return _npu().npu_rotary_mul(x.contiguous(), cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
-
-
-def _npu_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """rotary by torch_npu's kernel, for four axes. RuntimeError if it would refuse the tensors."""
-    kernel, d = "npu_rotary_mul", x.shape[-1]
-    if d % 2 or d >= 896:
-        raise _refused(kernel, "heads of an even size below 896", x)
-    # Layout SBND has angles (T, 1, 1, d), BSND (1, T, 1, d). The batch and the heads must be below 1000.
-    layouts = ((len(x), 1, 1, d), (1, x.shape[1], 1, d))
-    if cos.shape != sin.shape or cos.shape not in layouts or not x.dtype == cos.dtype == sin.dtype:
-        raise _refused(kernel, "x of four axes; angles of its type, with size 1 for batch and heads", x, cos, sin)
-    if x.shape[2] >= 1000 or x.shape[layouts.index(tuple(cos.shape)) ^ 1] >= 1000:
-        raise _refused(kernel, "a batch and a number of heads below 1000", x)
-    return _npu().npu_rotary_mul(x.contiguous(), cos, sin)

@@ -2,10 +2,10 @@
 torch_npu with the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
 
 It runs the Python code of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
-reductions of float64, and arguments that a kernel's documentation excludes and kernels.py does not check itself before
-the call: empty or strided tensors, wrong sums of group sizes, queries without keys. It does not imitate CANN's
-numerics, speed or memory. `install()` cannot be undone, so call it in a separate process. All tensors are on npu:0,
-even after set_device, because torch supports one device for backends in Python. Each kernel is its formula in torch.
+reductions of float64, and arguments that a kernel's documentation excludes (docs/zh/custom_APIs/torch_npu of
+github.com/Ascend/op-plugin, commit 517f2e7d). It does not imitate CANN's numerics, speed or memory. `install()` cannot
+be undone, so call it in a separate process. All tensors are on npu:0, even after set_device, because torch supports one
+device for backends in Python. Each kernel is its formula in torch.
 """
 
 from __future__ import annotations
@@ -310,6 +310,7 @@ def kernel(function: Callable) -> Callable:
 
 @kernel
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    require(x.dim() >= 2 and gamma.shape == x.shape[-1:], f"npu_rms_norm: {tuple(x.shape)}, {tuple(gamma.shape)}")
     scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (x.float() * scale).to(x.dtype) * gamma, scale
 
@@ -317,6 +318,7 @@ def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 @kernel
 def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
     require(x.numel() and x.is_contiguous(), f"npu_swiglu: empty or strided: {tuple(x.shape)}, {x.stride()}")
+    require(x.shape[dim] % 2 == 0, f"npu_swiglu: no two halves: {tuple(x.shape)}")
     gate, up = x.chunk(2, dim)
     return torch.nn.functional.silu(gate) * up
 
@@ -324,6 +326,11 @@ def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
 @kernel
 def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     require(rotary_mode == "half" and x.is_contiguous(), "npu_rotary_mul: mode half of a contiguous x is imitated")
+    where, (first, second, heads, d) = f"npu_rotary_mul: {tuple(x.shape)}, {tuple(r1.shape)}", x.shape
+    require(d % 2 == 0 and d < 896, f"{where}: heads must have an even size below 896")
+    batch = {(first, 1, 1, d): second, (1, second, 1, d): first}.get(tuple(r1.shape))  # layouts SBND and BSND
+    require(batch and r1.shape == r2.shape, f"{where}: angles have size 1 for batch and heads")
+    require(batch < 1000 and heads < 1000, f"{where}: a batch and a number of heads below 1000")
     first, second = x.chunk(2, -1)
     return x * r1 + torch.cat((-second, first), -1) * r2
 
@@ -360,11 +367,16 @@ def npu_fusion_attention(
     KERNELS[f"{where}, sparse_mode {sparse_mode}"] = KERNELS.get(f"{where}, sparse_mode {sparse_mode}", 0) + 1
     require(all(x.is_contiguous() for x in (query, key, value, atten_mask)), f"{where}: a strided tensor")
     require(head_num == query.shape[1] and atten_mask.dtype == torch.bool, f"{where}: {head_num}, {atten_mask.dtype}")
+    (b, heads, queries, d), kv_heads = query.shape, key.shape[1]
+    require(key.shape == value.shape == (b, kv_heads, key.shape[2], d), f"{where}: {key.shape}, {value.shape}")
+    require(1 <= d <= 768 and 1 <= heads <= 256 and heads % kv_heads == 0, f"{where}: heads {query.shape}, {key.shape}")
+    require(b and 1 <= queries <= 2**20 and 1 <= key.shape[2] <= 2**20, f"{where}: rows {query.shape}, {key.shape}")
     hidden = atten_mask.raw
     if sparse_mode == 2:  # the causal mask of this size stands for that of any size
         require(torch.equal(hidden, causal(2048, 2048)), f"{where}: not the causal mask")
         hidden = causal(query.shape[2], key.shape[2])
     else:
+        require(hidden.shape == (b, 1, queries, key.shape[2]), f"{where}: mask {hidden.shape}")
         require(min(pre_tockens, next_tockens) >= max(query.shape[2], key.shape[2]), f"{where}: a band in the mask")
     require(not hidden.all(-1).any(), f"{where}: a query sees no key")
     key, value = (x.repeat_interleave(head_num // x.shape[1], 1) for x in (key, value))
@@ -390,10 +402,16 @@ def npu_grouped_matmul(
     require(bias is None and split_item in (2, 3) and group_list_type == 1, f"{where}: only what kernels.py asks for")
     (x,), (weight,), counts = x, weight, group_list.tolist()
     require(len(x), f"{where}: no rows")
+    require(x.dim() == 2 and x.shape[1] == weight.shape[-2], f"{where}: inner sizes {x.shape}, {weight.shape}")
+    require(group_list.dtype == torch.int64 and 2 <= len(counts) <= 1024, f"{where}: sizes {group_list}")
+    require(
+        max(x.shape[1 if group_type == 0 else 0], weight.shape[-1]) < 65536,
+        f"{where}: widths {x.shape}, {weight.shape}",
+    )
     if group_type == 0:  # the groups split the rows of x
         require(x.is_contiguous(), f"{where}: x must be contiguous")
         require(weight.is_contiguous() or weight.transpose(1, 2).is_contiguous(), f"{where}: weight {weight.stride()}")
-        require(sum(counts) == len(x), f"{where}: {counts} of {x.shape}")
+        require(sum(counts) == len(x) and len(counts) == len(weight), f"{where}: {counts} of {x.shape}, {weight.shape}")
         return [torch.cat([block @ weight[e] for e, block in enumerate(x.split(counts))])]
     require(group_type == 2, f"{where}: group_type {group_type}")  # the groups split the summed axis
     require(x.t().is_contiguous() and weight.is_contiguous(), f"{where}: x must be a transposed view")

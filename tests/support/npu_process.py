@@ -68,70 +68,20 @@ def npu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(*shape, device="npu", dtype=dtype)
 
 
-def refused_tensors() -> dict[str, Callable]:
-    """Words of a refusal -> a call of kernels.py with tensors that an NPU refuses, though torch_npu takes them.
-
-    One call for each rule of kernels.py. Two are refused by the device alone: the sum of sizes, a query without keys.
-    """
-    counts, half = torch.tensor([2, 2], device="npu"), torch.bfloat16
-    heads, mask = npu(1, 4, 4, 8), npu(1, 1, 4, 4, dtype=torch.bool)
-    angles = npu(4, 1, 1, 8)
-
-    def grouped(x: Tensor, weight: Tensor, counts: Tensor = counts) -> Callable:
-        return lambda: kernels.grouped_mm(x, weight, counts)
-
-    def attend(query: Tensor = heads, key: Tensor = heads) -> Callable:
-        return lambda: kernels.causal_attention(query, key, key, scale=1.0)
-
-    def masked(mask: Tensor) -> Callable:
-        return lambda: kernels.masked_attention(heads, heads, heads, mask, scale=1.0)
-
-    def rotary(x: Tensor, cos: Tensor = angles) -> Callable:
-        return lambda: kernels.rotary(x, cos, cos)
-
-    return {
-        "npu_grouped_matmul: found (4, 8) float32, (2, 6, 8) float32; needed: 2-D x": grouped(npu(4, 8), npu(2, 6, 8)),
-        "(2, 8, 8) float32; needed: x and weight of one type": grouped(npu(4, 8, dtype=half), npu(2, 8, 8)),
-        "found (2,) int32; needed: the sizes of 2 to 1024": lambda: kernels._npu_grouped(
-            npu(4, 8), npu(2, 8, 8), counts.int()
-        ),
-        "found (1025,) int64; needed: the sizes of 2 to 1024 groups": grouped(
-            npu(4, 1), npu(1025, 1, 1), torch.zeros(1025, dtype=torch.long).to("npu")
-        ),
-        "found (3, 8, 8) float32, (2,) int64; needed: a matrix for each group": grouped(npu(4, 8), npu(3, 8, 8)),
-        "needed: widths below 65536": grouped(npu(4, 1), npu(2, 1, 65536)),
-        "npu_grouped_matmul: [2, 2] of torch.Size([5, 8])": grouped(npu(5, 8), npu(2, 8, 8)),
-        "npu_rms_norm: found (4, 8) float32, (4,) float32; needed: x": lambda: kernels.rms_norm(npu(4, 8), npu(4), 1),
-        "npu_rms_norm: found (8,) float32, (8,) float32; needed: x": lambda: kernels.rms_norm(npu(8), npu(8), 1),
-        "npu_swiglu: found (4, 7) float32; needed: two halves": lambda: kernels.swiglu(npu(4, 7)),
-        "needed: one type, batch and head size; key and value of one shape": attend(npu(2, 4, 4, 8)),
-        "(1, 4, 4, 769) float32; needed: a head size up to 768": attend(*(npu(1, 4, 4, 769),) * 2),
-        "(1, 257, 4, 8) float32; needed: a head size up to 768; up to 256": attend(*(npu(1, 257, 4, 8),) * 2),
-        "found (1, 4, 4, 8) float32, (1, 3, 4, 8) float32; needed: a head size": attend(key=npu(1, 3, 4, 8)),
-        "needed: a row or more, of 1 to 2^20 tokens": attend(*(npu(0, 4, 4, 8),) * 2),
-        "(1, 1, 4, 4) float32; needed: a bool mask of (b, 1, queries, keys)": masked(mask.float()),
-        "(1, 1, 4, 3) bool; needed: a bool mask of (b, 1, queries, keys)": masked(mask[..., :3]),
-        "npu_fusion_attention: a query sees no key": masked(mask),
-        "found (4, 1, 2, 7) float32; needed: heads of an even": rotary(npu(4, 1, 2, 7), npu(4, 1, 1, 7)),
-        "found (4, 1, 2, 896) float32; needed: heads of an even": rotary(npu(4, 1, 2, 896), npu(4, 1, 1, 896)),
-        "(4, 1, 2, 8) float32; needed: x of four axes; angles of its type": rotary(npu(4, 1, 2, 8), npu(4, 1, 2, 8)),
-        "found (4, 1, 2, 8) bfloat16, (4, 1, 1, 8) float32": rotary(npu(4, 1, 2, 8, dtype=half)),
-        "found (4, 1000, 2, 8) float32; needed: a batch and": rotary(npu(4, 1000, 2, 8)),
-        "found (4, 1, 1000, 8) float32; needed: a batch and": rotary(npu(4, 1, 1000, 8)),
-    }
-
-
 def refused_by_the_device(group: dist.ProcessGroup) -> dict[str, Callable]:
     """Words of a refusal -> an attempt that fails on the hardware, so the stand-in must refuse it."""
-    mask, heads = npu(4, 4, dtype=torch.bool).triu(1), npu(1, 2, 4, 8)
-    attend = sys.modules["torch_npu"].npu_fusion_attention
+    mask, heads = npu(4, 4, dtype=torch.bool), npu(1, 2, 4, 8)
+    attend, counts = sys.modules["torch_npu"].npu_fusion_attention, torch.tensor([2, 2], device="npu")
+    hidden = mask.expand(1, 1, 4, 4).contiguous()
     return {
         "at least two devices, npu:0 and cpu": lambda: npu(4) + torch.ones(4),
         "unsupported data type torch.float64": lambda: group.allreduce([npu(4).double()]),  # all_reduce is patched
         "No backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(4), group=group),
         "No backend type associated with device type npu": lambda: dist.all_reduce(npu(4)),
         "can't convert npu:0": lambda: npu(4).numpy(),
-        "not the causal mask": lambda: attend(heads, heads, heads, 2, "BNSD", atten_mask=mask, sparse_mode=2),
+        "not the causal mask": lambda: attend(heads, heads, heads, 2, "BNSD", atten_mask=mask.triu(1), sparse_mode=2),
+        "a query sees no key": lambda: kernels.masked_attention(heads, heads, heads, hidden, scale=1.0),
+        "[2, 2] of torch.Size([5, 8])": lambda: kernels.grouped_mm(npu(5, 8), npu(2, 8, 8), counts),
     }
 
 
@@ -174,7 +124,7 @@ def operate(folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group, device = dist.new_group([0], backend="hccl"), torch.device("npu")
     norm_of_two_types = lambda: kernels.rms_norm(npu(4, 8, dtype=torch.bfloat16), npu(8), 1e-6)  # noqa: E731
-    attempts = refused_tensors() | refused_by_the_device(group) | refused_at_the_start(device)
+    attempts = refused_by_the_device(group) | refused_at_the_start(device)
     answers = {
         "auto": str(devices.resolve("auto")),
         "products": [kernel_calls("npu_grouped_matmul", lambda f=f: grouped_pass(f)) for f in (True, False)],
