@@ -112,7 +112,7 @@ class Engine(Protocol):
         rounding. Raises InputError for what cannot be sampled.
         """
         params = SamplingParams(max_new_tokens, temperature)
-        check_call(self.arch, prompts, seeds, num_samples, params, return_routed_experts, self.ready, self.positions)
+        check_call(self.arch, prompts, max_new_tokens, self.ready, self.positions)
         return self._sample(prompts, seeds, num_samples, params, return_routed_experts)
 
     def _sample(
@@ -133,58 +133,23 @@ class Engine(Protocol):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def refuse_first(where: str, *rules: tuple[object, str]) -> None:
-    """Raise InputError with ``where`` and the message of the first rule, (whether it is broken, message), if any."""
-    for broken, message in rules:
-        if broken:
-            raise InputError(where + message)
-
-
-def check_call(
-    arch: Architecture,
-    prompts: list[list[int]],
-    seeds: list[int],
-    num_samples: int,
-    params: SamplingParams,
-    routed: bool,
-    ready: bool,
-    positions: int,
-) -> None:
+def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int, ready: bool, positions: int) -> None:
     """Raise InputError for a call of `sample` that no engine can answer.
 
-    ``routed``: the routed experts are asked for. ``ready``: the engine has a whole model. ``positions``: the most
-    tokens that one row may have.
+    ``ready``: the engine has a whole model. ``positions``: the most tokens that one row may have.
     """
-    refuse_first(
-        "sample: ",
-        (not ready, "no usable weights; needed: a load_weights of the whole model that succeeded"),
-        (len(seeds) != len(prompts), f"{len(prompts)} prompts but {len(seeds)} seeds; needed: one a prompt"),
-        (
-            min(num_samples, params.max_new_tokens) < 1,
-            f"num_samples {num_samples}, max_new_tokens {params.max_new_tokens}; needed: >= 1",
-        ),
-        (not 0 <= params.temperature < float("inf"), f"temperature {params.temperature}; needed: >= 0 and finite"),
-        (
-            routed and not (any(arch.moe_layers) and arch.num_experts <= 256),
-            f"routed experts are recorded as uint8; found {arch.num_experts} experts in {sum(arch.moe_layers)} MoE "
-            "layers; needed: at most 256 experts and at least one MoE layer",
-        ),
-    )
-    longest = positions - params.max_new_tokens
+    if not ready:
+        raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
     for i, prompt in enumerate(prompts):
-        refuse_first(
-            f"sample: prompt {i} ",
-            (len(prompt) == 0, "is empty; needed: at least one token"),
-            (
-                prompt and not 0 <= min(prompt) <= max(prompt) < arch.vocab_size,
-                f"has a token outside the vocabulary of {arch.vocab_size}",
-            ),
-            (
-                len(prompt) > longest,
-                f"has {len(prompt)} tokens, which with max_new_tokens {params.max_new_tokens} exceeds the {positions} "
-                "positions of the engine",
-            ),
-        )
+        if not prompt:
+            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
+            raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
+        if len(prompt) + max_new_tokens > positions:
+            raise InputError(
+                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {max_new_tokens} exceeds the "
+                f"{positions} positions of the engine"
+            )
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:

@@ -31,13 +31,11 @@ from engines.interface import (
     check_complete,
     check_finite,
     fault_of_log_probs,
-    refuse_first,
 )
 from facts import variables
 from facts.architectures import Architecture, tensor_shapes
 from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError
-from inputs.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from knobs import LoraConfig
 from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from weights import huggingface
@@ -251,17 +249,6 @@ class VllmEngine(Engine):
         import vllm
 
         temperature = params.temperature
-        refuse_first(
-            "sample: ",
-            (
-                temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
-                f"temperature {temperature}; vLLM needs 0, or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
-            ),
-            (
-                routed and not self.routed_experts,
-                "routed experts asked of an engine that was made without routed_experts",
-            ),
-        )
         samples = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
         uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
         self.draws.set_table(uniforms)

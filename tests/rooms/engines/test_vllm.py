@@ -159,18 +159,6 @@ def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(fresh, monkeypatc
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.vllm
-def test_what_this_engine_cannot_sample_is_refused(fresh, monkeypatch) -> None:
-    engine, _ = fresh
-    monkeypatch.setattr(engine, "routed_experts", False)
-    for change, message in (
-        (dict(temperature=0.001), "temperature 0.001; vLLM needs 0, or 0.01 to 2.0"),
-        (dict(return_routed_experts=True), "made without routed_experts"),
-    ):
-        with pytest.raises(InputError, match=message):
-            engine.sample(PROMPTS, seeds=SEEDS, **FREE | change)
-
-
 @pytest.mark.parametrize(
     ("arch", "change", "message"),
     [
