@@ -17,6 +17,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from pydantic import Field, NonNegativeInt
 
 from checks.planted_fault import named_faults
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from facts.root import ROOT
 from facts.variables import ON_CPU
 from inputs.config import command, config_hash, load_config
@@ -39,14 +41,12 @@ from plan.memory import GIB
 from runlog.run_record import lock_file, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
+FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that would end like this again
 
 
 class Variant(Part):
     overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
     fault: str = Field("", description="of checks/planted_fault.py: train with this fault, as a control")
-    processes: int | None = Field(
-        None, ge=1, le=MOST_RANKS, description="number of ranks; by default that of the sweep"
-    )
 
 
 class Sweep(Part):
@@ -77,19 +77,18 @@ class Job(NamedTuple):
 
         (None, "") without a run.
         """
-        wanted = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}
+        identity = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}
         fault = planted_fault(" ".join(self.arguments))
-        found = []
-        for identity in Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*/run.json"):
+        newest = None
+        for run in sorted(Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*")):
             with contextlib.suppress(InputError, OSError):  # the run was killed before it could write anything
-                its_command = read_text(identity.with_name("command.txt"))
-                if read_object(identity) == wanted and planted_fault(its_command) == fault:
-                    found.append(identity.parent)
-        found.sort(key=lambda run: run.stat().st_mtime, reverse=True)
-        for run in found:
-            if (run / "finished.json").exists():
-                return run, str(read_object(run / "finished.json", ("result",))["result"]) or "finished"
-        return found[0] if found else None, ""
+                its_fault = planted_fault(read_text(run / "command.txt"))
+                if read_object(run / "run.json") != identity or its_fault != fault:
+                    continue
+                newest = run
+                if (run / "finished.json").exists():
+                    return run, str(read_object(run / "finished.json", ("result",))["result"]) or "finished"
+        return newest, ""
 
 
 def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
@@ -121,51 +120,39 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
         raise InputError(f"override name: found {cfg.name}; needed: none, because a sweep names its jobs")
     if cfg.train.seed != seed:  # the name says the seed, and a record must have that one
         raise InputError(f"train.seed: found {cfg.train.seed}; needed: {seed} (each_seed: train.seed={{seed}})")
-    return Job(name, cfg, [*script, sweep.config, *overrides], variant.processes or sweep.processes)
+    return Job(name, cfg, [*script, sweep.config, *overrides], sweep.processes)
 
 
 # ------------------------------------------------------------------------------------------------------------- one job
 
 
-class Trainings:
-    """The trainings that this process has started, so that an interrupted sweep ends them and no others."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen] = []
-        self.is_interrupted = False
-
-    def end(self) -> None:
-        self.is_interrupted = True
-        for process in self.processes:
-            process.terminate()
-
-
-def run_job(job: Job, folder: Path, retries: int, trainings: Trainings) -> str:
-    """Train, and start a failed training again.  -> the result of the run, or "failed: " and why
+def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None = None) -> str:
+    """Train, and start a failed training again, until ``stop`` is set.  -> the result of the run, or "failed: " and why
 
     The output goes to FOLDER/NAME.log.
     """
+    stop = stop or threading.Event()
+    log = folder / f"{job.name}.log"
+    said = "interrupted"
     try:
         lock = lock_file(folder / f"{job.name}.lock")
     except BlockingIOError:  # another sweep, or a torchrun that outlived its sweep
         return "failed: another process trains it; start the sweep again when that has ended"
-    said, is_final = "interrupted", False
     with lock:
         for _ in range(1 + retries):
-            if is_final or trainings.is_interrupted or job.look()[1]:
+            if stop.is_set() or job.look()[1]:
                 break
-            log = folder / f"{job.name}.log"
             before = log.stat().st_size if log.exists() else 0
             process = start_training(job, log, lock.fileno())
-            trainings.processes.append(process)
-            if trainings.is_interrupted:  # after the look above
-                process.terminate()
             try:
-                code = process.wait()
-            finally:
-                process.terminate()  # a Ray task may have been cancelled
-                process.wait()  # torchrun ends its ranks before itself
-            said, is_final = reason(code, log, before)
+                while process.poll() is None and not stop.wait(0.2):
+                    pass
+            finally:  # also where a Ray task is cancelled
+                process.terminate()
+                code = process.wait()  # torchrun ends its ranks before itself
+            said = f"exit code {code}: {last_error(log.read_bytes()[before:])}"
+            if code in FINAL:
+                break
     return job.look()[1] or f"failed: {said}"
 
 
@@ -177,8 +164,7 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
     """
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        "launch/first_code.py",
         "--standalone",
         "--local-addr=localhost",
         f"--nproc_per_node={job.processes}",
@@ -196,32 +182,32 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
         )
 
 
-def reason(code: int, log: Path, before: int) -> tuple[str, bool]:
-    """Why a training ended, from its output after ``before`` bytes, and whether a repeat would end like this."""
-    lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
-    final = [line for line in lines if line.startswith(("error: ", "stopped: "))]
-    if final:
-        return final[-1], True
-    errors = [line for line in lines if re.match(r"(?!.*ChildFailedError)[\w.]*(Error|Exception)\b", line)]
-    return f"exit code {code}: {(errors or lines or ['no output'])[-1]}", False
+def last_error(output: bytes) -> str:
+    """The line of a training's output that says why it has ended."""
+    lines = output.decode(errors="replace").splitlines()
+    errors = [line for line in lines if re.match(r"error: |stopped: |[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["no output"])[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ where jobs run
 
 
-class Local:
-    """Runs jobs in threads: side by side if they reserve nothing but CPUs, otherwise one after another."""
+Submit = Callable[[Job, Path, int], Future]  # what run_job gets -> what it returns
 
-    def __init__(self, resources: dict[str, int]) -> None:
-        self.pool = ThreadPoolExecutor(jobs_at_once(resources, len(os.sched_getaffinity(0))))
-        self.trainings = Trainings()
 
-    def submit(self, job: Job, folder: Path, retries: int) -> Future:
-        return self.pool.submit(run_job, job, folder, retries, self.trainings)
+@contextlib.contextmanager
+def local(resources: dict[str, int]) -> Iterator[Submit]:
+    """Runs jobs in threads: side by side if they reserve nothing but CPUs, otherwise one after another.
 
-    def end(self) -> None:
-        self.trainings.end()
-        self.pool.shutdown(cancel_futures=True)
+    The end of the context ends the trainings that it has started, and no other process.
+    """
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(jobs_at_once(resources, len(os.sched_getaffinity(0))))
+    try:
+        yield lambda job, folder, retries: pool.submit(run_job, job, folder, retries, stop)
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def jobs_at_once(resources: dict[str, int], cores: int) -> int:
@@ -230,45 +216,45 @@ def jobs_at_once(resources: dict[str, int], cores: int) -> int:
     return max(1, cores // needed) if needed and set(resources) == {"CPU"} else 1
 
 
-class OnRay:
+@contextlib.contextmanager
+def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
     """Runs jobs as tasks of Ray, as many in parallel as their resources allow; a task whose node is lost runs again."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception
+        raise InputError(f"--address: found {shown(address)}: Ray does not start: {one_line(error)}") from None
+    there = ray.cluster_resources()
+    for name, number in resources.items():
+        if there.get(name, 0) < number:
+            raise InputError(f"resources.{name}: {number} a job; Ray reports {there.get(name, 0):g} in all")
+    others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
+    options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
+    tasks = []
 
-    def __init__(self, resources: dict[str, int], address: str | None) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
-        try:
-            ray.init(address=address, include_dashboard=False, log_to_driver=False)
-        except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception
-            raise InputError(f"--address: found {shown(address)}: Ray does not start: {one_line(error)}") from None
-        there = ray.cluster_resources()
-        for name, number in resources.items():
-            if there.get(name, 0) < number:
-                raise InputError(f"resources.{name}: {number} a job; Ray reports {there.get(name, 0):g} in all")
-        others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
-        options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
-        self.ray, self.options, self.tasks = ray, options, []
+    def submit(job: Job, folder: Path, retries: int) -> Future:
+        tasks.append(ray.remote(run_job).options(**options, max_retries=retries).remote(job, folder, retries))
+        return tasks[-1].future()
 
-    def submit(self, job: Job, folder: Path, retries: int) -> Future:
-        work = self.ray.remote(run_job).options(**self.options, max_retries=retries)
-        self.tasks.append(work.remote(job, folder, retries, Trainings()))
-        return self.tasks[-1].future()
-
-    def end(self) -> None:
-        for task in self.tasks:
-            self.ray.cancel(task)
-        self.ray.wait(self.tasks, num_returns=len(self.tasks), timeout=60)
+    try:
+        yield submit
+    finally:
+        for task in tasks:
+            ray.cancel(task)
+        ray.wait(tasks, num_returns=len(tasks), timeout=60)
 
 
 # ----------------------------------------------------------------------------------------------------------- the sweep
 
 
-def run_sweep(jobs: list[Job], where: Local | OnRay, folder: Path, retries: int) -> dict[str, str]:
+def run_sweep(jobs: list[Job], submit: Submit, folder: Path, retries: int) -> dict[str, str]:
     """Run the jobs that are not finished.  -> name of a job that has failed -> why"""
     write_index(jobs, folder)
     failed: dict[str, str] = {}
-    started = {where.submit(job, folder, retries): job.name for job in jobs if not job.look()[1]}
+    started = {submit(job, folder, retries): job.name for job in jobs if not job.look()[1]}
     for done in as_completed(started):
         name = started[done]
         try:
@@ -315,31 +301,28 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="a file of configs/sweeps/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--local", action="store_true", help="without Ray; jobs that reserve nothing but CPUs run side by side"
     )
-    parser.add_argument("--address", help="address of a Ray cluster; by default a local Ray is started")
+    where.add_argument("--address", help="address of a Ray cluster; by default a local Ray is started")
     parser.add_argument("--list", action="store_true", help="print the steps of the jobs and start nothing")
     args = parser.parse_intermixed_args(arguments)
-    if args.local and args.address is not None:
-        raise InputError("--address: not read with --local; needed: one of the two")
     sweep, jobs = read_sweep(args.sweep, args.overrides)
     if args.list:
         print_list(jobs)
         return 0
     folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"
     folder.mkdir(parents=True, exist_ok=True)
-    where = Local(sweep.resources) if args.local else OnRay(sweep.resources, args.address)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a sweep as Ctrl-C does
-    try:
-        failed = run_sweep(jobs, where, folder, sweep.retries)
-    except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the wait for the jobs
-            signal.signal(number, signal.SIG_IGN)
-        print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
-        return 130
-    finally:
-        where.end()
+    with local(sweep.resources) if args.local else on_ray(sweep.resources, args.address) as submit:
+        try:
+            failed = run_sweep(jobs, submit, folder, sweep.retries)
+        except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the wait for the jobs
+                signal.signal(number, signal.SIG_IGN)
+            print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
+            return 130
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished; {folder}/sweep.json")
     for name, said in failed.items():
         print(f"{name}: {said}\n  output: {folder / name}.log", file=sys.stderr)
