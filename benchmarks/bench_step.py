@@ -7,31 +7,27 @@ Each trainer is a process with one thread in fp32. They take turns step by step,
 affects both. The figures are medians of CPU seconds. Before the timed steps, the trainer computes log-probs and the
 loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which
 launch/setup_cpu.sh makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without
-CUDA.
+CUDA. out/bench_step.json keeps the figures, the commit and the machine.
 """
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import bench_cases as cases
 import pandas as pd
 
-from facts.exits import InputError
 from facts.variables import ON_CPU
+from runlog.run_record import cpu_name, git_state
 
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1
 SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
-BARS = {  # ours over TRL
-    "attention_r8_64": 0.70, "attention_r8_128": 0.70, "all_r32_64": 0.55, "all_r32_128": 0.55,
-    "smol_attention_r16_32": 0.70, "smol_all_r16_32": 0.70,
-}  # fmt: skip
 MEMORY_BAR = 0.7
 # With PYTHON, VENV and TORCH_INDEX.
 SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
@@ -42,16 +38,18 @@ PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 class Peer:
     """A trainer in its own process, which waits for a line before every step and answers with one line of JSON."""
 
-    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
-        self.log, self.began = log, time.perf_counter()
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env=os.environ | ON_CPU | environment,
-            )  # fmt: skip
-
-    def wait_until_ready(self) -> dict:
-        return self.read() | {"startup_wall_s": time.perf_counter() - self.began}
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                bufsize=1,  # each line is sent at once
+                env=os.environ | ON_CPU,
+            )
 
     def read(self) -> dict:
         line = self.process.stdout.readline()
@@ -59,12 +57,8 @@ class Peer:
             raise RuntimeError(f"{self.log} ended early:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
-    def tell(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
     def ask(self, line: str) -> dict:
-        self.tell(line)
+        self.process.stdin.write(line + "\n")
         return self.read()
 
     def close(self) -> None:
@@ -79,16 +73,9 @@ def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
     return [list(records) for records in zip(*rounds[1:], strict=True)]
 
 
-def our_command(name: str, work: Path, **changes: object) -> list[str]:
-    """The command of our_side.py. ``changes``: see cases.config."""
-    return [sys.executable, str(HERE / "our_side.py"), name, "--work", str(work), "--set", json.dumps(changes)]
-
-
-def ready_peer(name: str, work: Path, **changes: object) -> tuple[Peer, dict]:
-    """A trainer that waits for its first step, and what it said. It has made the model in ``work``."""
-    work.mkdir(parents=True, exist_ok=True)
-    peer = Peer(our_command(name, work, **changes), work / f"ours_{name}.log")
-    return peer, peer.wait_until_ready()
+def our_peer(name: str, work: Path) -> Peer:
+    """Our trainer, which makes the model and the adapter in ``work``."""
+    return Peer([sys.executable, str(HERE / "our_side.py"), name, str(work)], work / f"ours_{name}.log")
 
 
 def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> list[str]:
@@ -121,10 +108,10 @@ def check_equal_work(name: str, agreed: dict) -> None:
 
 def compare(name: str, work: Path, python: Path, steps: int) -> dict:
     """The figures of both trainers on one case; they take turns step by step."""
-    ours, our_start = ready_peer(name, work)  # it writes the adapter with which TRL starts
-    theirs = Peer(trl_command(name, work, python, our_start["questions"]), work / f"trl_{name}.log")
-    ready = {"ours": our_start, "trl": theirs.wait_until_ready()}
-    assert sorted(ready["ours"]["prompts"]) == sorted(ready["trl"]["prompts"]), "not the same prompts"
+    ours = our_peer(name, work)
+    ready = ours.read()  # the adapter with which TRL starts is written
+    theirs = Peer(trl_command(name, work, python, ready["questions"]), work / f"trl_{name}.log")
+    assert sorted(ready["prompts"]) == sorted(theirs.read()["prompts"]), "not the same prompts"
     theirs.ask("step")
     agreed = ours.ask(f"check {work / f'record_{name}.json'}")
     check_equal_work(name, agreed)
@@ -132,75 +119,102 @@ def compare(name: str, work: Path, python: Path, steps: int) -> dict:
     timed = dict(zip(("ours", "trl"), in_turn([ours, theirs], steps), strict=True))
     tokens = cases.CASES[name].prompts * cases.GROUP * cases.CASES[name].new_tokens
     assert all(record["new_tokens"] == tokens for records in timed.values() for record in records), (name, tokens)
-    return summary(name, timed, ready, agreed, tokens)
+    return summary(name, timed, agreed, tokens)
 
 
-def summary(name: str, timed: dict[str, list[dict]], ready: dict[str, dict], agreed: dict, tokens: int) -> dict:
+def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) -> dict:
     """Medians and spread of each side, and the ratios that are compared with the bars."""
     sides = {}
     for side, records in timed.items():
-        cpu = [record["cpu_s"] for record in records]
-        median = pd.DataFrame([record["phases"] for record in records]).fillna(0.0).median().to_dict()
-        phases = {phase: median.get(phase, 0.0) for phase in PHASES}
+        table = pd.json_normalize(records)
+        median = table.fillna(0.0).median()
+        phases = {phase: median.get(f"phases.{phase}", 0.0) for phase in PHASES}
         if side == "ours":  # the clock's "generate" includes scoring; its "update" is forward, backward and optimizer
-            phases["generate"] = median["sampling"]
-            phases["backward"] = median["update"] - phases["forward"] - phases["optimizer"]
-        phases["other"] = statistics.median(cpu) - sum(phases.values())
+            phases["generate"] = median["phases.sampling"]
+            phases["backward"] = median["phases.update"] - phases["forward"] - phases["optimizer"]
+        phases["other"] = median["cpu_s"] - sum(phases.values())
         sides[side] = {
-            "cpu_s": statistics.median(cpu), "cpu_s_min": min(cpu), "cpu_s_max": max(cpu),
-            "wall_s": statistics.median(record["wall_s"] for record in records), "phases_cpu_s": phases,
-            "tokens_per_cpu_s": {phase: tokens / seconds for phase, seconds in phases.items() if seconds > 1e-4},
+            "cpu_s": median["cpu_s"],
+            "cpu_s_min": table["cpu_s"].min(),
+            "cpu_s_max": table["cpu_s"].max(),
+            "wall_s": median["wall_s"],
+            "phases_cpu_s": phases,
             "peak_mib": records[-1]["peak_mib"],
-            "startup_cpu_s": ready[side]["startup_cpu_s"], "startup_wall_s": ready[side]["startup_wall_s"],
-        }  # fmt: skip
+        }
     ours, trl = sides["ours"], sides["trl"]
     pairs = [a["cpu_s"] / b["cpu_s"] for a, b in zip(timed["ours"], timed["trl"], strict=True)]
     return {
-        "name": name, "step_cpu_ratio": ours["cpu_s"] / trl["cpu_s"], "bar": BARS[name],
+        "name": name,
+        "step_cpu_ratio": ours["cpu_s"] / trl["cpu_s"],
+        "bar": cases.CASES[name].bar,
         "ratio_by_pair": {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)},
         "generate_speedup": trl["phases_cpu_s"]["generate"] / ours["phases_cpu_s"]["generate"],
         "peak_memory_ratio": ours["peak_mib"] / trl["peak_mib"],
-        "startup_cpu_ratio": ours["startup_cpu_s"] / trl["startup_cpu_s"],
-        "steps": len(pairs), "new_tokens": tokens, "agreed": agreed, **sides,
-    }  # fmt: skip
+        "steps": len(pairs),
+        "new_tokens": tokens,
+        "agreed": agreed,
+        **sides,
+    }
+
+
+def by_side(case: dict, side: str) -> dict:
+    """A row of the table of medians."""
+    found = case[side]
+    return {
+        "case": case["name"],
+        "": side,
+        "step": found["cpu_s"],
+        "min": found["cpu_s_min"],
+        "max": found["cpu_s_max"],
+        "wall": found["wall_s"],
+        **found["phases_cpu_s"],
+        "tok/s": case["new_tokens"] / found["cpu_s"],
+        "MiB": round(found["peak_mib"]),
+    }
+
+
+def ratios(case: dict) -> dict:
+    """A row of the table of ratios."""
+    return {
+        "case": case["name"],
+        "step ours/TRL": case["step_cpu_ratio"],
+        "bar": case["bar"],
+        "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]),
+        "generate": f"{case['generate_speedup']:.2f}x",
+        "memory": case["peak_memory_ratio"],
+        "memory bar": MEMORY_BAR,
+        "log-prob gap": case["agreed"]["logp_gap"],
+        "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"]),
+    }
+
+
+def aligned(rows: list[dict]) -> str:
+    return pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format)
 
 
 def main() -> None:
-    parser = cases.parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=cases.TINY)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
-    try:
-        for name in args.cases:
-            cases.CASES[name].model(Path())
-    except InputError as error:
-        parser.error(str(error))
+    if {*args.cases} - {*cases.TINY} and not (cases.ROOT / cases.SMOL).is_dir():
+        parser.error(f"{cases.SMOL}: there is no such folder; needed: python weights/smol_model.py {cases.SMOL}")
     python = args.trl_python or trl_python()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        for name in [name for name in args.cases if name in cases.TINY][:1]:
-            ready_peer(name, work)[0].close()  # it makes the tiny model, so that no start-up time includes that
-        found = [compare(name, work, python, args.steps) for name in args.cases]
-    by_side = [
-        {"case": case["name"], "": side, "step": case[side]["cpu_s"], "min": case[side]["cpu_s_min"],
-         "max": case[side]["cpu_s_max"], "wall": case[side]["wall_s"], **case[side]["phases_cpu_s"],
-         "tok/s": case["new_tokens"] / case[side]["cpu_s"], "MiB": round(case[side]["peak_mib"]),
-         "startup": case[side]["startup_cpu_s"]}
-        for case in found for side in ("ours", "trl")
-    ]  # fmt: skip
-    ratios = [
-        {"case": case["name"], "step ours/TRL": case["step_cpu_ratio"], "bar": case["bar"],
-         "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]), "generate": f"{case['generate_speedup']:.2f}x",
-         "memory": case["peak_memory_ratio"], "memory bar": MEMORY_BAR, "start-up": case["startup_cpu_ratio"],
-         "log-prob gap": case["agreed"]["logp_gap"],
-         "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"])}
-        for case in found
-    ]  # fmt: skip
-    cases.report(
-        args, __doc__, ratios, {"cases": found},
-        above=f"medians of CPU seconds (wall: wall seconds)\n{cases.table(by_side)}\n\n",
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as work:
+        found = [compare(name, Path(work), python, args.steps) for name in args.cases]
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    stored = json.dumps({**git_state()[0], "machine": machine, "cases": found}, indent=1)
+    path = cases.ROOT / "out" / "bench_step.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(stored + "\n")
+    if args.json:
+        print(stored)
+        return
+    print("medians of CPU seconds (wall: wall seconds)")
+    print(aligned([by_side(case, side) for case in found for side in ("ours", "trl")]))
+    print(aligned([ratios(case) for case in found]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """This trainer's side of the benchmarks: a training whose timer waits for a line on stdin before every step.
 
-    python benchmarks/our_side.py CASE --work DIR [--set '{"section__key": value}']
+    python benchmarks/our_side.py CASE FOLDER      the folder gets the model, the adapter and the run
 
-Every answer is one line of JSON on stdout: first `ready`, then a record for each step. The line `step` starts the next
-step. The line `check FILE` asks for the log-probs and the loss of the completions in FILE, which trl_side.py has
+Every answer is one line of JSON on stdout: first the questions, then a record for each step. The line `step` starts the
+next step. The line `check FILE` asks for the log-probs and the loss of the completions in FILE, which trl_side.py has
 sampled. The process ends when stdin is closed.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -67,8 +66,6 @@ class Side:
             loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
             self.answer(
                 {
-                    "ready": True,
-                    "startup_cpu_s": sum(os.times()[:4]),
                     "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
                     "prompts": [question.prompt for question in loaded],
                 }
@@ -83,7 +80,6 @@ class Side:
                     "loss": self.metrics["actor/loss"],
                     "kl": self.metrics.get("actor/kl_loss", 0.0),
                     "logp_gap": self.metrics["rollout/logp_gap_max"],
-                    "now_mib": now_mib(),
                     "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                     / (1024 if sys.platform == "linux" else 2**20),
                 }
@@ -131,12 +127,6 @@ class Side:
         }
 
 
-def now_mib() -> float:
-    """The resident memory now; 0 on a system without /proc."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20 if path.exists() else 0.0
-
-
 def install(side: Side) -> None:
     """Add the stops and the timers to the trainer. They do not change what it computes."""
 
@@ -155,18 +145,15 @@ def install(side: Side) -> None:
     class AdaptedLearner(Learner):
         def __init__(self, cfg, policy, pad_token: int) -> None:
             super().__init__(cfg, policy, pad_token)
-            arch, parallel = policy.arch, policy.parallel
             generator = torch.Generator().manual_seed(0)
             whole = {name: factor.clone() for name, factor in policy.whole()}
             for name, factor in whole.items():
-                if name.endswith(".B"):  # of whole factors, so that every layout starts with the same adapters
+                if name.endswith(".B"):
                     factor.normal_(0, FACTOR_STD, generator=generator)
             policy.load_(whole)
-            if parallel.rank == 0 and not side.adapter_dir.exists():
-                side.adapter_dir.mkdir(parents=True)
-                modules = list(export.adapted_modules(arch, cfg.lora))
-                pairs = export.pairs_of(modules, whole, cfg.lora.alpha)
-                export.write_adapter(side.adapter_dir, cfg.model.path, arch, pairs, cfg.lora.alpha, "stack")
+            side.adapter_dir.mkdir()
+            pairs = export.pairs_of(list(export.adapted_modules(policy.arch, cfg.lora)), whole, cfg.lora.alpha)
+            export.write_adapter(side.adapter_dir, cfg.model.path, policy.arch, pairs, cfg.lora.alpha, "stack")
             side.learner = self
             self._loss = side.timed(self._loss, "forward")
             self._step = side.timed(self._step, "optimizer")
@@ -189,19 +176,14 @@ def install(side: Side) -> None:
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("case", choices=cases.CASES)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the model, the adapter and the run")
-    parser.add_argument("--set", type=json.loads, default={}, metavar="JSON", help="changes of the configuration")
-    args = parser.parse_args()
+def main(name: str, work: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout is for the answers; the trainer's own output goes to stderr
-    cfg = cases.config(cases.CASES[args.case], args.work, 10**6, **args.set)
+    cfg = cases.config(cases.CASES[name], work)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    install(Side(answers, args.work / f"adapter_{args.case}"))
+    install(Side(answers, work / f"adapter_{name}"))
     command.start(cfg, train_grpo.train)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -72,7 +72,7 @@ class Turns(TrainerCallback):
         chats = [asked(question) for question in settings["questions"]]
         encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
         prompts = tokenizer(encoded, add_special_tokens=False)["input_ids"]
-        answer({"ready": True, "startup_cpu_s": sum(os.times()[:4]), "prompts": prompts})
+        answer({"prompts": prompts})
         self.wait()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
