@@ -36,7 +36,6 @@ from knobs import (
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
 LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
-LARGEST_TINY_MODEL = 1e9  # parameters
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -55,15 +54,11 @@ def problems(
     if layout:
         found += engine_shards(cfg.rollout, cfg.parallel, cfg.device)
         found += batch_sizes(cfg.optim, cfg.rollout, cfg.data)
-    found += _vllm_temperatures(cfg.rollout, cfg.eval)
-    found += _vllm_adapter(cfg.rollout, cfg.lora, apart=cfg.keeps_factors_apart)
+    if cfg.rollout.engine == "vllm":
+        found += _vllm(cfg.rollout, cfg.eval, cfg.lora, apart=cfg.keeps_factors_apart)
     found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
-    found += _loss(cfg.loss, cfg.rollout)
-    found += _overlong(cfg.reward, cfg.rollout)
-    found += _targets(cfg.lora)
-    found += _steps(cfg.train, cfg.aqn)
-    if cfg.tiny_model is not None:
-        found += _tiny_model(cfg.tiny_model)
+    found += _loss(cfg.loss, cfg.rollout, cfg.reward)
+    found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
         for side in sides(cfg, ranks):
             found += [f"{side.name}: {problem}" if side.name else problem for problem in side_problems(side, arch)]
@@ -162,20 +157,15 @@ def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) ->
         )
 
 
-def _vllm_temperatures(rollout: RolloutConfig, evaluation: EvalConfig) -> Iterator[str]:
-    if rollout.engine != "vllm":
-        return
+def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
+    """What vLLM cannot do, whatever the model. ``apart``: the LoRA factors are apart from the weights."""
     for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": evaluation.temperature}.items():
         if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             yield (
                 f"{key}: {value} is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to "
                 f"{HIGHEST_TEMPERATURE:g}"
             )
-
-
-def _vllm_adapter(rollout: RolloutConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
-    """What vLLM cannot do with LoRA factors ``apart`` from the weights, whatever the model."""
-    if rollout.engine != "vllm" or not apart:
+    if not apart:
         return
     if rollout.expert_parallel:
         yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
@@ -211,7 +201,7 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
         yield f"rollout.prompts_per_step: {prompts} exceeds data.num_train {count}"
 
 
-def _loss(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _loss(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
     if loss.kl != "none" and loss.kl_coef == 0:
         yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; use loss.kl: none"
     if 0 < loss.dual_clip <= 1:
@@ -227,23 +217,12 @@ def _loss(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.staleness: {rollout.staleness}; needed with rollout.ranks, which are one step ahead: 1"
     if rollout.staleness == 0 and loss.importance == "uncorrected":
         yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
-
-
-def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
     overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
 
 
-def _targets(lora: LoraConfig) -> Iterator[str]:
-    repeated = sorted({target for target in lora.targets if lora.targets.count(target) > 1})
-    if repeated:
-        yield f"lora.targets: {', '.join(repeated)} given twice"
-
-
-def _steps(train: TrainConfig, aqn: AqnConfig) -> Iterator[str]:
-    if len(set(train.trackers)) < len(train.trackers):
-        yield f"train.trackers: found [{', '.join(train.trackers)}]; needed: each one once"
+def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None) -> Iterator[str]:
     late = [step for step in train.profile_steps if step > train.steps]
     if late:
         yield f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {train.steps}"
@@ -252,22 +231,7 @@ def _steps(train: TrainConfig, aqn: AqnConfig) -> Iterator[str]:
             f"aqn.num_stages: {aqn.num_stages} over {train.steps} steps has no noisy stage under {aqn.schedule}; "
             "needed: 2 or more of both, or schedule constant"
         )
-
-
-def _tiny_model(tiny: TinyModelConfig) -> Iterator[str]:
-    if tiny.num_heads % tiny.num_kv_heads:
-        yield (
-            f"tiny_model.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads {tiny.num_heads}; "
-            f"nearest: {nearest(tiny.num_kv_heads, divisors(tiny.num_heads))}"
-        )
-    mlps = 3 * tiny.num_layers * tiny.num_experts * tiny.expert_width
-    attention = 4 * tiny.num_layers * tiny.num_heads * tiny.head_dim
-    size = tiny.hidden_size * (2 * tiny.vocab_size + mlps + attention)
-    if size > LARGEST_TINY_MODEL:
-        yield f"tiny_model: about {size:.1e} parameters; needed: at most {LARGEST_TINY_MODEL:g}"
-    if tiny.experts_per_token > tiny.num_experts:
-        yield f"tiny_model.experts_per_token: {tiny.experts_per_token} exceeds num_experts {tiny.num_experts}"
-    if tiny.teacher_right + tiny.teacher_wrong_operation > 1 + 1e-9:
+    if tiny is not None and tiny.teacher_right + tiny.teacher_wrong_operation > 1 + 1e-9:
         yield (
             f"tiny_model.teacher_right: {tiny.teacher_right} + teacher_wrong_operation "
             f"{tiny.teacher_wrong_operation} exceeds 1"
@@ -326,9 +290,8 @@ def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
     return [
         *_splits(cfg.parallel, arch, ranks),
-        *_quantisation(cfg.model, arch),
-        *_model(cfg.data, cfg.rollout, cfg.replay, arch),
-        *_shared_shards(cfg.rollout, cfg.parallel, cfg.replay, arch, ranks),
+        *_model(cfg, arch),
+        *(_shared_shards(cfg.rollout, cfg.parallel, cfg.replay, arch, ranks) if cfg.rollout.expert_parallel else []),
     ]
 
 
@@ -350,28 +313,22 @@ def _splits(parallel: ParallelConfig, arch: Architecture, ranks: int) -> Iterato
     yield from _split_problem("parallel.expert", parallel.expert, experts, ranks)
 
 
-def _quantisation(model: ModelConfig, arch: Architecture) -> Iterator[str]:
-    if model.quantisation == "int4" and (problem := int4_problem(arch)):
+def _model(cfg: Config, arch: Architecture) -> Iterator[str]:
+    if cfg.model.quantisation == "int4" and (problem := int4_problem(arch)):
         yield problem
-
-
-def _model(data: DataConfig, rollout: RolloutConfig, replay: ReplayConfig, arch: Architecture) -> Iterator[str]:
-    row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
-    if row_tokens > arch.max_positions:
+    if cfg.row_tokens > arch.max_positions:
         yield (
-            f"data.max_prompt_tokens: {data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{rollout.max_new_tokens} = {row_tokens} exceeds the model's {arch.max_positions} positions"
+            f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions"
         )
-    if replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        yield f"replay.mode: {replay.mode} needs MoE layers of at most 256 experts"
+    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        yield f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts"
 
 
 def _shared_shards(
     rollout: RolloutConfig, parallel: ParallelConfig, replay: ReplayConfig, arch: Architecture, ranks: int
 ) -> Iterator[str]:
     """With rollout.expert_parallel every rank copies its own shards into vLLM, so both must split alike."""
-    if not rollout.expert_parallel:
-        return
     if arch.num_experts % ranks:
         sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
         yield (
