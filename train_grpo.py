@@ -40,8 +40,8 @@ def train(run: Run) -> None:
 
         # 2. Sample and score G completions for each of P questions (rollout.py, data_gsm8k.py, reward_gsm8k.py).
         with timer.phase("generate"):
-            sampled, push_metrics = sampler.sample(step)
-            run.check_questions(step, sampled)
+            sampled, pushed = sampler.sample(step)
+            run.check_rollout(step, sampled, pushed)
         batch = sampled.batch
 
         # 3. Compare each score with its group's (grpo.py).
@@ -53,7 +53,7 @@ def train(run: Run) -> None:
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate, save.
-        metrics = run.record(step, sampled, updated | push_metrics, timer)
+        metrics = run.record(step, sampled, updated | pushed.metrics, timer)
         run.check(step, batch.rewards, metrics)
         if is_due(step + 1, cfg.eval.every, cfg.train.steps):
             run.evaluate(after_steps=step + 1)

@@ -75,10 +75,10 @@ def lost_experts(right: Function) -> Function:
 def altered_evaluation(right: Function) -> Function:
     """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained."""
 
-    def evaluate(colocated: Any, version: int) -> Any:
+    def evaluate(sampler: Any, version: int) -> Any:
         if version:  # the policy before the first step is the base model, and has not been pushed with noise yet
-            colocated.sampler.push(version)
-        return right(colocated, version)
+            sampler.push(version)
+        return right(sampler, version)
 
     return evaluate
 
@@ -229,7 +229,7 @@ FAULTS = {
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
     "foreign_routes": Fault("model.routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
-    "altered_evaluation": Fault("run.sampler.Colocated.evaluate", altered_evaluation),
+    "altered_evaluation": Fault("run.sampler.Sampler.evaluate", altered_evaluation),
     "rounded": Fault("run.sampler.Push", rounded, BITS),
     "rounded_down": Fault("run.sampler.Push", rounded_down, BITS),
     "flips": Fault("rollout.sample", flips),

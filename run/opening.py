@@ -5,7 +5,6 @@ engine. run/check.py has read and checked the input before.
 """
 
 import functools
-import gzip
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from plan import utilisation
 from rollout import Sampled
 from run.bridge import Bridge
 from run.check import Inputs, checkpoint_to_resume, introduction, texts
-from run.sampler import Colocated, Sampler
+from run.sampler import Pushed, Sampler
 from run.sampling_ranks import Apart
 from run.tripwires import Tripwires
 from runlog.log import LEGEND, RunLog
@@ -55,7 +54,7 @@ class Run:
     log: RunLog
     tripwires: Tripwires
     learner: Learner
-    sampler: Colocated | Apart
+    sampler: Sampler | Apart
     first_step: int  # > 0 after a resume
     profiler: Any = None  # of the step that is profiled now
     peak: tuple[float, str] | tuple[()] = ()  # of the device memory in any step, GiB and phase; () on a CPU
@@ -67,8 +66,9 @@ class Run:
 
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
-        """Inputs.not_for_training, which every step needs."""
-        return self.inputs.not_for_training()
+        """The held-out questions of all sets, as they are compared."""
+        sets = (self.inputs.held_out, *self.inputs.sets.values())
+        return frozenset(alike(one.question) for part in sets for one in part)
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy without noise, and log the result. Collective."""
@@ -103,8 +103,9 @@ class Run:
             self.profiler.start()
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
-    def check_questions(self, step: int, sampled: Sampled) -> None:
-        """Tripped for a question that a step must not ask."""
+    def check_rollout(self, step: int, sampled: Sampled, pushed: Pushed) -> None:
+        """Tripped for a push that the sampler has not taken up, and for a question that the step must not ask."""
+        self.tripwires.after_push(step, pushed.checksums, pushed.metrics)
         asked = [alike(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
@@ -134,12 +135,9 @@ class Run:
             return
         self.profiler.stop()
         folder = Path(self.parallel.gather_objects(str(self.log.run_dir))[0]) / "profile"
-        plain = folder / f"step-{step + 1}-rank-{self.parallel.rank}.json"
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(plain))
-            plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-            plain.unlink()
+            self.profiler.export_chrome_trace(str(folder / f"step-{step + 1}-rank-{self.parallel.rank}.json.gz"))
         self.profiler = None
 
     def save(self, after_steps: int) -> None:
@@ -223,12 +221,12 @@ def open_run(
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     tripwires.state(first_step, lambda: policy.unequal(frozen=True))
     if bridge:
-        sampler, shared_bytes = Apart(cfg, parallel, inputs, tripwires, learner, bridge), 0
+        sampler, shared_bytes = Apart(cfg, parallel, inputs, learner, bridge), 0
         policy.model.to(parallel.device)
         sampler.start(first_step, read)
     else:
-        engine = Sampler(cfg, inputs, policy, heartbeat)
-        sampler, shared_bytes = Colocated(engine, learner, tripwires), engine.push_policy.shared_bytes
+        sampler = Sampler(cfg, inputs, policy, heartbeat, learner.sampling_policy)
+        shared_bytes = sampler.push_policy.shared_bytes
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
     held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
     log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{LEGEND}")

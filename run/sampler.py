@@ -1,19 +1,19 @@
-"""The engine that holds the policy: pushes, rollouts and evaluations; and how the ranks that train use it in turn.
+"""The engine that holds the policy: pushes, rollouts and evaluations.
 
 run/sampling_ranks.py has the same for engines on ranks of their own (rollout.ranks). Steps count from 0.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import evaluate
 import rollout
 from engines import factory
 from knobs import Config
-from learner import Learner
 from plan import grid, parameters
 from rollout import Sampled
 from run.check import Inputs
-from run.tripwires import Tripwires
 from runlog.progress import Heartbeat
 from weight_sync import Push
 from weights.policy import Policy
@@ -29,8 +29,21 @@ class Pushed(NamedTuple):
 class Sampler:
     """An engine that gets the policy. All of its ranks make the same calls."""
 
-    def __init__(self, cfg: Config, inputs: Inputs, policy: Policy, heartbeat: Heartbeat) -> None:
-        """Open the engine and give it ``policy``, whose model goes to the device."""
+    seconds: dict[str, float] = {}  # of the phases of ranks that only sample: there are none
+
+    def __init__(
+        self,
+        cfg: Config,
+        inputs: Inputs,
+        policy: Policy,
+        heartbeat: Heartbeat,
+        sampling_policy: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
+        """Open the engine and give it ``policy``, whose model goes to the device.
+
+        Within ``sampling_policy()`` the adapters are those of rollout.staleness steps ago.
+        """
+        self.sampling_policy = sampling_policy
         self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
         self.probe = inputs.held_out[0].prompt
         device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
@@ -54,61 +67,31 @@ class Sampler:
         if cfg.rollout.expert_parallel:
             self.push_policy.check_start(self.probe)
 
-    def push(self, step: int) -> Pushed:
-        """Give the engine the policy as its adapters are now, with the noise of ``step``."""
-        metrics = self.push_policy(step, self.probe)
-        return Pushed(metrics, self.parallel.gather_objects(metrics["sync/checksum"]))
+    def push(self, step: int) -> None:
+        """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
+        with self.sampling_policy():
+            metrics = self.push_policy(step, self.probe)
+        self.pushed = Pushed(metrics, self.parallel.gather_objects(metrics["sync/checksum"]))
 
-    def push_clean(self) -> None:
-        """Give the engine the policy as its adapters are now."""
+    def sample(self, step: int) -> tuple[Sampled, Pushed]:
+        """The scored rollout of ``step``, and the push before it."""
+        questions, score = self.inputs.questions, self.inputs.score
+        return rollout.sample_step(self.engine, questions, score, self.cfg, self.parallel, step), self.pushed
+
+    def push_clean(self, version: int) -> None:
+        """Give the engine the policy after ``version`` steps, as its adapters are now."""
         self.push_policy.clean()
 
-    def sample(self, step: int) -> Sampled:
-        """The scored rollout of ``step``."""
-        questions, score = self.inputs.questions, self.inputs.score
-        return rollout.sample_step(self.engine, questions, score, self.cfg, self.parallel, step)
-
-    def evaluate(self) -> Evaluation:
-        """Evaluate the policy that the engine has."""
+    def evaluate(self, version: int) -> Evaluation:
+        """Evaluate the policy after ``version`` steps, which the engine has."""
         sets = {"": self.inputs.held_out, **self.inputs.sets}
         cfg, score = self.cfg, self.inputs.score
         return evaluate.evaluate(self.engine, sets, score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat)
 
-    def first_differing_layer(self, bound: float) -> str:
+    def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push."""
         self.push_policy.clean()
         return self.push_policy.probe.first_differing_layer(self.probe, bound)
 
-
-class Colocated:
-    """The sampler of the ranks that train, which sample and learn in turn."""
-
-    def __init__(self, sampler: Sampler, learner: Learner, tripwires: Tripwires) -> None:
-        self.sampler, self.learner, self.tripwires = sampler, learner, tripwires
-        self.pushed = Pushed({}, [])
-        self.seconds: dict[str, float] = {}  # of ranks that only sample: none
-
-    def push(self, step: int) -> None:
-        """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""
-        with self.learner.sampling_policy():
-            self.pushed = self.sampler.push(step)
-        self.tripwires.after_push(step, self.pushed.checksums, self.pushed.metrics)
-
-    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
-        """The rollout of ``step``, and the metrics of the push before it."""
-        return self.sampler.sample(step), self.pushed.metrics
-
-    def push_clean(self, version: int) -> None:
-        """Give the engine the policy after ``version`` steps, which is the trainer's."""
-        self.sampler.push_clean()
-
-    def evaluate(self, version: int) -> Evaluation:
-        """The evaluation of the policy after ``version`` steps, which the engine has. Collective."""
-        return self.sampler.evaluate()
-
-    def where_apart(self, bound: float) -> str:
-        """The layer in which sampler and trainer differ by more than ``bound``. Collective."""
-        return self.sampler.first_differing_layer(bound)
-
     def close(self) -> None:
-        self.sampler.engine.close()
+        self.engine.close()

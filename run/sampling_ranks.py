@@ -22,10 +22,9 @@ from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from rollout import Sampled
-from run.bridge import Bridge, digests
+from run.bridge import Bridge
 from run.check import Inputs, texts
 from run.sampler import Evaluation, Pushed, Sampler
-from run.tripwires import Tripwires
 from runlog.progress import Heartbeat, StepTimer
 from weights.policy import Policy
 
@@ -50,7 +49,6 @@ class Apart:
     cfg: Config
     parallel: Parallel
     inputs: Inputs
-    tripwires: Tripwires
     learner: Learner
     bridge: Bridge
     sent: int = -1  # the version of the policy that was sent last
@@ -59,7 +57,7 @@ class Apart:
     def start(self, first_step: int, texts: dict[str, str]) -> None:
         """Agree on the input and on the step, and send the policy that samples first."""
         if self.parallel.rank == 0:
-            self.bridge.send((first_step, digests(texts)), "the start of the other side")
+            self.bridge.send((first_step, texts), "the start of the other side")
         with self.learner.sampling_policy():
             self.bridge.send_policy(self.learner.policy, max(0, first_step - 1))
 
@@ -68,8 +66,8 @@ class Apart:
         if step + 1 < self.cfg.train.steps and self.sent != step:
             self.push_clean(step)
 
-    def sample(self, step: int) -> tuple[Sampled, dict[str, float]]:
-        """The rollout of ``step``, and the metrics of the push before it.
+    def sample(self, step: int) -> tuple[Sampled, Pushed]:
+        """The rollout of ``step``, and the push before it.
 
         Tripped for a rollout of another step or policy, or to other questions than those of the step.
         """
@@ -82,12 +80,10 @@ class Apart:
                 f"{found.version} steps sampled, {'with' if same else 'without'} the questions of this step; needed: "
                 f"after {max(0, step - 1)} steps\n  look at: the order of exchanges in sampling_ranks.Samplers.serve"
             )
-        metrics, checksums = found.pushed
-        self.tripwires.after_push(step, checksums, metrics)
         self.seconds = found.seconds
         # Each rank has other completions now, however many ranks of the samplers had the same ones.
         batch = dataclasses.replace(sampled.batch, ranks_alike=1)
-        return sampled._replace(batch=batch, completions=completions), metrics
+        return sampled._replace(batch=batch, completions=completions), found.pushed
 
     def _receive_rollout(self, what: str) -> tuple[Delivery, list[list[Completion]]]:
         """What rank 0 receives, for every rank; of the completions each has those that it would sample itself."""
@@ -143,9 +139,9 @@ class Samplers:
             timer = StepTimer(self.sampler.heartbeat, step, self.policy.parallel.device)
             version = self.version
             with timer.phase("sync"):
-                pushed = self.sampler.push(step)
+                self.sampler.push(step)
             with timer.phase("generate"):
-                sampled = self.sampler.sample(step)
+                sampled, pushed = self.sampler.sample(step)
                 groups = self._all_groups(sampled)
             evaluates = step > self.first_step and is_due(step, cfg.eval.every, steps)
             if evaluates or step + 1 < steps:
@@ -157,7 +153,7 @@ class Samplers:
         if self.first_step < steps:
             self._take(steps)
             self._evaluate()
-        self.sampler.engine.close()
+        self.sampler.close()
 
     def _take(self, version: int) -> None:
         self.bridge.receive_policy(self.policy, version)
@@ -165,8 +161,8 @@ class Samplers:
 
     def _evaluate(self) -> None:
         if self.version:
-            self.sampler.push_clean()
-        self._send((self.version, self.sampler.evaluate()))
+            self.sampler.push_clean(self.version)
+        self._send((self.version, self.sampler.evaluate(self.version)))
 
     def _send(self, value: object) -> None:
         if self.policy.parallel.rank == 0:

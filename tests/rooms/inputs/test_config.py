@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,7 +253,7 @@ def test_the_command_prints_the_resolved_configuration_and_its_notes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == "note: loss.kl_coef: not read, loss.kl is none\n"
     assert yaml.safe_load(done.stdout)["loss"]["kl"] == "none"
-    assert re.search(r"  'off': \[entropy\] +# command line\n", done.stdout)  # to YAML 1.1 the bare word is a boolean
+    assert "  'off': [entropy]\n" in done.stdout  # to YAML 1.1 the bare word is a boolean
 
 
 @pytest.mark.parametrize(
@@ -472,26 +471,12 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         (["eval.sets={a/b: c.jsonl, math: ''}"], "eval.sets: found a/b: 'c.jsonl', math: ''; needed: names of letters"),
         (["data.num_train=16"], "rollout.prompts_per_step: 32 exceeds data.num_train 16"),
         (["eval.num_questions=2000"], "eval.num_questions: 2000 exceeds data.num_test 1024"),
-        (  # 4096 x (2 x 131072 + 3 x 4 x 100 x 200 of experts + 4 x 4 x 100 x 100 of attention)
-            [
-                "tiny_model.hidden_size=4096",
-                "tiny_model.vocab_size=131072",
-                "tiny_model.num_layers=4",
-                "tiny_model.num_experts=100",
-                "tiny_model.expert_width=200",
-                "tiny_model.num_heads=100",
-                "tiny_model.num_kv_heads=100",
-                "tiny_model.head_dim=100",
-            ],
-            "tiny_model: about 2.7e+09 parameters; needed: at most 1e+09",
-        ),
         (["tiny_model.teacher_right=0.5"], "tiny_model.teacher_right: 0.5 + teacher_wrong_operation 0.55 exceeds 1"),
         (["data.num_train=16", "loss.kl_coef=0"], "exceeds data.num_train 16; loss.kl_coef"),
         (
             ["train.profile_steps=[1, 120, 121]"],
             "train.profile_steps: found [121]; needed: 1 to train.steps, which is 120",
         ),
-        (["train.trackers=[wandb, wandb]"], "train.trackers: found [wandb, wandb]; needed: each one once"),
         (["aqn.schedule=qerl", "aqn.num_stages=1"], "aqn.num_stages: 1 over 120 steps has no noisy stage"),
     ],
 )
