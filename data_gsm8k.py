@@ -139,7 +139,6 @@ def load(
         prompt = prompt_ids(row.turns, tokenizer=tokenizer, data=data, examples=examples)
         questions.append(Question(row.question, row.answer, row.gold, prompt, row.columns))
         beat()
-    _refuse_equal_prompts(questions, tokenizer)
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
@@ -156,18 +155,6 @@ def load(
         f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
         f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
     )
-
-
-def _refuse_equal_prompts(questions: list[Question], tokenizer: PreTrainedTokenizerBase) -> None:
-    """InputError if two different questions have the same prompt, since one model answer cannot be right for both."""
-    first: dict[tuple[int, ...], str] = {}
-    for question in questions:
-        one, other = question.question, first.setdefault(tuple(question.prompt), question.question)
-        if other != one:
-            raise InputError(
-                f"{tokenizer.name_or_path}: {other[:60]!r} and {one[:60]!r} become the same prompt; needed: a "
-                "tokenizer that knows the questions' characters"
-            )
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts

@@ -1,7 +1,7 @@
 """Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
-    python preflight.py CONFIG --values                                       every value, and where it comes from
+    python preflight.py CONFIG --values                                       every value that a run would read
     python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
     python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
     python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
@@ -32,8 +32,8 @@ from facts.devices import HARDWARE, three_digits
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs import hf_config
-from inputs.config import command, command_line, resolve_config, to_dict, with_sources
-from inputs.files import MOST_RANKS, read_file, shown
+from inputs.config import command, command_line, resolve_config, to_yaml
+from inputs.files import MOST_RANKS, shown
 from inputs.rules import divisors, nearest
 from knobs import ModelConfig, RolloutConfig
 from plan import calibrate, grid, memory, roofline, update_kept, whole_run
@@ -311,7 +311,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
     parser.add_argument("--calibrate", type=Path, metavar="TIMING", help="the timing.jsonl of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
-    parser.add_argument("--values", action="store_true", help="only print every value, and where it comes from")
+    parser.add_argument("--values", action="store_true", help="only print every value that a run would read")
     parser.add_argument("--where", action="store_true", help="only print what first_hour.sh must know of the run")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
@@ -341,7 +341,7 @@ def judge_layout(arguments: list[str]) -> int:
     cfg, notes = resolve_config(args.config, args.overrides, layout=False)
     if args.values:
         print("".join(f"note: {note}\n" for note in notes), end="", file=sys.stderr)
-        print(with_sources(to_dict(cfg), read_file(args.config), args.overrides))
+        print(to_yaml(cfg), end="")
         return 0
     arch, source = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:

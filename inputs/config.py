@@ -9,7 +9,6 @@ import difflib
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -349,15 +348,3 @@ def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
 def is_due(steps_done: int, every: int, num_steps: int) -> bool:
     """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
     return steps_done == num_steps or (every > 0 and steps_done % every == 0)
-
-
-def with_sources(config: dict, file_tree: dict, overrides: Sequence[str]) -> str:
-    """The text of ``config``, a to_dict, each key with a comment that says where its value comes from."""
-    given, section, lines = {parse_override(one)[0].removesuffix(":") for one in overrides}, "", []
-    named, leaves = flatten(file_tree).keys(), flatten(config).keys()
-    for line in dump_yaml(config).splitlines():
-        indent, name = re.match(r"( *)'?(\w*)", line).groups()  # YAML quotes the key off
-        section, key = (section, f"{section}.{name}") if indent else (name, name)
-        source = "command line" if key in given else "file" if key in named else "default"
-        lines.append(f"{line:40}  # {source}" if key in leaves and name else line)
-    return "\n".join(lines)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 import aqn
 import data_gsm8k
 import reward_gsm8k
@@ -26,7 +24,7 @@ from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_dict, to_yaml
 from inputs.rules import problems, refuse_first, sides
-from knobs import Config, DataConfig, LossConfig, RewardConfig
+from knobs import Config, DataConfig, RewardConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
@@ -35,7 +33,6 @@ from tasks.scoring import Call, Score, Scorer
 from weights import checkpoint, huggingface, tiny_model
 
 SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
-CHUNK = 64  # gold answers between two updates of the progress bar
 
 
 class Inputs(NamedTuple):
@@ -58,55 +55,53 @@ class Inputs(NamedTuple):
         """As rollout.score_completions, with the tokenizer and the reward of the run."""
         return rollout.score_completions(answers, self.tokenizer, self.scorer)
 
-    def not_for_training(self) -> frozenset[str]:
-        """The held-out questions of all sets, as they are compared."""
-        return frozenset(
-            question_files.alike(one.question) for part in (self.held_out, *self.sets.values()) for one in part
-        )
 
+def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Architecture:
+    """The architecture of the model, after the checks of everything but the files of the model and of the questions.
 
-def check_inputs(
-    cfg: Config,
-    ranks: int,
-    scorer: Scorer,
-    beat: Callable[..., None] = lambda done="": None,
-    with_device: bool = True,
-) -> Inputs | None:
-    """Check everything that needs no other rank, except the gold answers: check_answers does that. No weight is read.
-
-    Returns architecture, tokenizer and questions; None for a tiny model that does not exist yet, of which only the
-    configuration can be checked. InputError for anything that cannot work. ``beat`` is called after each prompt.
-    Without ``with_device`` neither the device nor the engine on it is judged.
+    InputError for anything that cannot work. Without ``with_device`` neither the device nor the engine on it is judged.
     """
     if with_device:
         devices.resolve(cfg.device)
     functions.try_out(cfg.loss, cfg.rollout)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
-    exists = cfg.tiny_model is None or tiny_model.exists(
-        Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)
-    )
-    if exists:
-        arch = hf_config.read(cfg.model.path)
-    else:
-        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
-    refuse_first(problems(cfg, arch, ranks))
-    if not exists:
+    if is_to_be_made(cfg):
         check_writable("model.path", Path(cfg.model.path))
-        return None
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    else:
+        arch = hf_config.read(cfg.model.path)
+    refuse_first(problems(cfg, arch, ranks))
     if with_device:
         sampling = sides(cfg, ranks)[-1]
         factory.check_engine(sampling.cfg, arch, sampling.ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
+    return arch
+
+
+def is_to_be_made(cfg: Config) -> bool:
+    """Whether model.path is a tiny model that is not there yet. InputError if something else is there."""
+    if cfg.tiny_model is None:
+        return False
+    return not tiny_model.exists(Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens))
+
+
+def read_inputs(
+    cfg: Config, arch: Architecture, scorer: Scorer, beat: Callable[..., None] = lambda done="": None
+) -> Inputs:
+    """The tokenizer and the questions with their prompts; no weight is read. ``beat`` is called after each prompt.
+
+    InputError for a file that cannot be used, for too few questions, and for a held-out question among those of the
+    training.
+    """
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     beat("the checks of the model")
-    parts = [
-        (cfg.data, "train"),
-        (cfg.data, "test"),
-        *((data, "test") for data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).values()),
-    ]
-    questions, held_out, *others = (data_gsm8k.load(*part, tokenizer, cfg.train.seed, beat) for part in parts)
+    questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed, beat)
+    held_out, *others = (
+        data_gsm8k.load(data, "test", tokenizer, cfg.train.seed, beat)
+        for data in (cfg.data, *data_gsm8k.of_sets(cfg.data, cfg.eval.sets).values())
+    )
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
         ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
@@ -141,48 +136,32 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
     if not cfg.reward.check_gold:
         return
     first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
-    method, asks_for_box = cfg.reward.method, reward_gsm8k.BOXED in cfg.data.instruction
+    sets = data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
-    for kind, data, split in [
-        *parts,
-        *((name, data, "test") for name, data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).items()),
-    ]:
+    for kind, data, split in [*parts, *((name, data, "test") for name, data in sets.items())]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(cfg.reward, cfg.data.instruction, row) for row in rows]
-        calls = [Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)]
-        scores: list[Score] = []
-        for start in tqdm(
-            range(0, len(calls), CHUNK),
-            f"gold {kind} answers",
-            leave=False,
-            unit_scale=CHUNK,
-            disable=None if scorer.workers and first == 0 else True,  # None: shown on a terminal only
-        ):
-            scores += scorer(calls[start : start + CHUNK])
+        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
-            needs_box = method == "base_acc" and not asks_for_box
-            form = f" or an instruction that asks for {reward_gsm8k.BOX_FORM}, or" if needs_box else " or"
             raise InputError(
                 f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
-                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers,{form} reward.check_gold=false"
+                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers (for base_acc an instruction that "
+                f"asks for {reward_gsm8k.BOX_FORM}), or reward.check_gold=false"
             )
 
 
-def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
-    """InputError unless the user's functions repeat themselves and treat all rows alike.
-
-    Whether they reward the right thing cannot be judged here.
-    """
-    if reward.function:
-        rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
-        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
-        if scorer(calls) != scorer(calls[::-1])[::-1]:
-            raise InputError(
-                f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
-                "that depends on its arguments alone"
-            )
-    functions.compare_orders(loss)
+def check_repeats(reward: RewardConfig, data: DataConfig, scorer: Scorer) -> None:
+    """InputError unless reward.function repeats itself. Whether it rewards the right thing cannot be judged here."""
+    if not reward.function:
+        return
+    rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
+    calls = [Call(row.answer, row.gold, row.columns) for row in rows]
+    if scorer(calls) != scorer(calls[::-1])[::-1]:
+        raise InputError(
+            f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
+            "that depends on its arguments alone"
+        )
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question | Row) -> str:
@@ -202,19 +181,17 @@ def report(cfg: Config, ranks: int) -> str:
         devices.resolve(cfg.device)
     except InputError as error:
         elsewhere = f"not judged: the device and the engine on it ({error})\n"
-    with contextlib.closing(Scorer(cfg.reward)) as scorer:
-        inputs = check_inputs(cfg, ranks, scorer, with_device=not elsewhere)
+    with contextlib.closing(Scorer(cfg.reward)) as scorer, tempfile.TemporaryDirectory() as temporary:
+        arch = check_settings(cfg, ranks, with_device=not elsewhere)
         check_answers(cfg, scorer)
-        check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
-        if inputs is None:
-            making = f"model: {cfg.model.path} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary, "model")
-                folder.mkdir()
-                config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
-                tiny_model.write_random_model(folder, cfg.tiny_model, cfg.data, config)
-                untrained = cfg.changed(model={"path": str(folder)}).model_copy(update={"tiny_model": None})
-                inputs = check_inputs(untrained, ranks, scorer, with_device=not elsewhere)
+        check_repeats(cfg.reward, cfg.data, scorer)
+        model = cfg.model.path
+        if is_to_be_made(cfg):
+            making = f"model: {model} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
+            model = temporary
+            config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
+            tiny_model.write_random_model(Path(model), cfg.tiny_model, cfg.data, config)
+        inputs = read_inputs(cfg.changed(model={"path": model}), arch, scorer)
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
@@ -287,27 +264,7 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
-        f"{''.join(unread_forms(cfg.reward, cfg.data.instruction, inputs))}"
     )
-
-
-def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
-    """A warning for each form of answers that most prompts ask for and that reward.method does not read."""
-    if reward.function:
-        return []
-    texts = {"data.instruction": [instruction]}
-    for name, part in {"train": inputs.questions, "held out": inputs.held_out, **inputs.sets}.items():
-        texts[f"{name}: the questions' own text"] = [one.question for one in part]
-    warnings = []
-    for name, of_part in texts.items():
-        for form, readers in reward_gsm8k.READERS.items():
-            asking = sum(form in text for text in of_part)
-            if 2 * asking > len(of_part) and reward.method not in readers:
-                warnings.append(
-                    f"\nwarning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
-                    f"does not read that form, reward.method={readers[0]} does"
-                )
-    return warnings
 
 
 def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:

@@ -32,10 +32,10 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
         parallel_setup.start_device(cfg)
         heartbeat.beat("the start of the device")
         ranks = parallel_setup.launched_world_size()
-        inputs = check.check_inputs(cfg, ranks, scorer, heartbeat.beat)
+        arch = check.check_settings(cfg, ranks)
         check.check_answers(cfg, scorer)
         doctor.quick(cfg)
-        heartbeat.beat("the checks of the input")
+        heartbeat.beat("the checks of the settings")
         side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
         with contextlib.ExitStack() as world:
             with heartbeat.waiting():
@@ -47,8 +47,7 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
                     bridge.open(heartbeat)
             parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
             heartbeat.beat("the meeting of all ranks")
-            inputs = inputs or check.check_inputs(cfg, ranks, scorer, heartbeat.beat)  # of the tiny model, made now
-            assert inputs
+            inputs = check.read_inputs(cfg, arch, scorer, heartbeat.beat)
             if bridge and samples:
                 sampling_ranks.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
             else:

@@ -36,7 +36,6 @@ from parallel_setup import Parallel
 from run import check, opening
 from run.bridge import Bridge
 from run.sampling_ranks import Apart, Samplers
-from tasks.scoring import Scorer
 from weights import adapter_weights
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
@@ -415,9 +414,9 @@ def test_what_cannot_work_is_refused_with_what_is_needed(model, tmp_path) -> Non
         (1, "TP1", "rollout.ranks: 2 of 1 ranks sample, so none trains; needed: fewer"),
         (5, "TP2_EP2", "trainers: parallel.tensor: 2 does not divide 3 ranks; nearest: 1"),
     ):
-        cfg = configuration(model, tmp_path / "out", layout, reward__function=None)
+        cfg = configuration(model, tmp_path / "out", layout)
         with pytest.raises(InputError) as caught:
-            check.check_inputs(cfg, ranks, Scorer(cfg.reward))
+            check.check_settings(cfg, ranks)
         assert str(caught.value) == message
 
 

@@ -133,8 +133,9 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
 def start(cfg: Config, layout: str) -> None:
     """A training in the world of this process, which is open."""
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
-        inputs = check.check_inputs(cfg, world.LAYOUTS[layout][0], scorer)
+        arch = check.check_settings(cfg, world.LAYOUTS[layout][0])
         check.check_answers(cfg, scorer)
+        inputs = check.read_inputs(cfg, arch, scorer)
         parallel = world.open_layout(layout)
         heartbeat = Heartbeat(0, RunLog(cfg, parallel.rank))
         train_grpo.train(opening.open_run(cfg, parallel, heartbeat, inputs))

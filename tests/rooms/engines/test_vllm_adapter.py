@@ -39,7 +39,6 @@ from inputs.config import load_config
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from run import check
-from tasks.scoring import Scorer
 from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy
@@ -195,7 +194,7 @@ def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) ->
     (path / "model.safetensors").unlink()
     monkeypatch.setattr("engines.vllm_engine.check_installed", lambda device_type: None)
     with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
-        check.check_inputs(cfg := config(path), 1, Scorer(cfg.reward))
+        check.check_settings(config(path), 1)
 
 
 @pytest.mark.parametrize(

@@ -113,12 +113,12 @@ DATA = [
         questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
         "optim.prompts_per_update=1"),
     row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits "
-        "the data's answers, or reward.check_gold=false",
+        "the data's answers ... or reward.check_gold=false",
         questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
     row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
     # Everything else is checked before a tiny model is made, because that takes minutes.
     row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), NEW),
-    row("no model, bad reward", "reward.method: base_acc ... or an instruction that asks for",
+    row("no model, bad reward", "reward.method: base_acc ... an instruction that asks for",
         "reward.method=base_acc", NEW),
     row("no model, bad layout", "parallel.expert: 3 does not divide 4 experts",
         "parallel.expert=3", "--ranks=3", NEW),

@@ -445,19 +445,6 @@ def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer
         assert data_gsm8k.prompt_ids([("user", row["question"])], tokenizer, data()) == ids
 
 
-def test_two_questions_that_become_one_prompt_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch) -> None:
-    rows = [{"question": f"What is {n} + 1?", "answer": "#### 1"} for n in (1, 2)]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    section = data(source="gsm8k", train_path=path)
-    prompts = [question.prompt for question in data_gsm8k.load(section, "train", tokenizer, seed=0)]
-    assert prompts[0] != prompts[1]
-    real = data_gsm8k.prompt_ids
-    same = [("user", "What is 7 + 1?")]
-    monkeypatch.setattr(data_gsm8k, "prompt_ids", lambda turns, **rest: real(same, **rest))
-    with pytest.raises(InputError, match=r"'What is 1 \+ 1\?' and 'What is 2 \+ 1\?' become the same prompt"):
-        data_gsm8k.load(section, "train", tokenizer, seed=0)
-
-
 def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question": "pens " * n + "?", "answer": "#### 1"} for n in (3, 90, 1, 50)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
