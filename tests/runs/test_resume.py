@@ -116,29 +116,6 @@ def plain(model, tmp_path_factory) -> Path:
     return training.run_all({"": ("EP2", training.config(model, tmp_path_factory.mktemp("plain"), **changes))})[""]
 
 
-@pytest.mark.ci
-def test_a_rank_that_is_lost_for_good_and_the_run_ends_on_fewer_ranks_as_it_would_have(model, plain, tmp_path) -> None:
-    """The commands of docs/checks.md: one of four ranks is killed, and after a restart again; then two go on.
-
-    The undisturbed run has two ranks from the beginning.
-    """
-    cfg = training.in_layout(training.config(model, tmp_path / "lost", **EVERYTHING), "EP2")
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(cfg))
-    # Two updates a step. The third is in step 2; after the restart, which resumes from step 1, in step 3.
-    lost = apart.strike("die", 3, (Parallel, "sync_gradients_", 3))
-    command = (4, "train_grpo.py", path, "parallel.expert=4")
-    code, text = agents.start(*command, log=tmp_path / "log", plant=lost, restarts=1).end()
-    assert code == 128 + signal.SIGKILL, text  # no restart is left
-    assert "layout: 4 ranks" in text and "resumed tiny-" in text and "after 1 of 5 steps" in text
-    left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/step-*"))
-    assert left == ["step-000001", "step-000002"]
-    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log").end()
-    assert code == 0, text
-    assert "layout: 2 ranks" in text and "after 2 of 5 steps" in text
-    training.assert_same_metrics(training.only_run(cfg), plain)
-
-
 @pytest.mark.parametrize("layout", ["EP2", *map(ci, ["TP2_EP4", "TP1", "DP2", "TP2"])])
 def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_path) -> None:
     copy = rewound(plain, tmp_path, 2)

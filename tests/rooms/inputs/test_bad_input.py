@@ -293,8 +293,3 @@ def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd:
     changes = (NEW, "train.stall_seconds=2")
     assert exit_code(command(place, changes, run=True)) == 4
     assert "rank 0: stood still for" in capfd.readouterr().err
-
-
-def test_check_leaves_nothing_behind(place: Place) -> None:
-    assert exit_code(command(place, (NEW,), run=False)) == 0
-    assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]

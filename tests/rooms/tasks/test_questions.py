@@ -438,13 +438,6 @@ def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2) and len(tokenizer) <= 400
 
 
-def test_chat_template_gives_the_same_ids_by_text_and_by_the_tokenizer(tokenizer: Any) -> None:
-    for row in ROWS:
-        messages = [{"role": "user", "content": row["question"]}]
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        assert data_gsm8k.prompt_ids([("user", row["question"])], tokenizer, data()) == ids
-
-
 def test_overlong_prompts_are_refused_or_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question": "pens " * n + "?", "answer": "#### 1"} for n in (3, 90, 1, 50)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
@@ -523,14 +516,6 @@ def test_without_a_chat_template_examples_follow_the_plain_one(tokenizer: Any) -
     tokenizer.chat_template = None
     text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(system="Be brief."), EXAMPLES[:1]))
     assert text == "Be brief.\n\nQuestion: What is 2 + 2?\nAnswer: 2 + 2 = 4\n#### 4\n\nQuestion: 1+1?\nAnswer:"
-
-
-def test_chat_template_kwargs_reach_the_template(tokenizer: Any) -> None:
-    tokenizer.chat_template = HYBRID
-    end = "<|im_start|>assistant\n"
-    for kwargs, tail in (({}, end), ({"enable_thinking": False}, end + "<think>\n\n</think>\n\n")):
-        text = tokenizer.decode(data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs=kwargs)))
-        assert text == f"<|im_start|>user\n1+1?<|im_end|>\n{tail}"
 
 
 SWITCHES = [  # how a template asks whether it is true; a choice among texts, which is none

@@ -11,7 +11,6 @@ import os
 import time
 from pathlib import Path
 
-import breaking
 import pytest
 import torch
 from saved import config_in
@@ -22,12 +21,11 @@ import reward_gsm8k as reward
 from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
-from inputs.files import usable_cores
 from knobs import Config, RewardConfig
 from run import check
 from runlog import run_record
 from tasks import math_answers
-from tasks.scoring import Call, Failure, Score, Scorer
+from tasks.scoring import Call, Score, Scorer
 
 # -------------------------------------------------------------------------------------------------------------- rewards
 # The rewards: every method against hand-made cases, the real gold answers, time on absurd input, nothing evaluated.
@@ -281,12 +279,6 @@ def test_a_million_characters_take_no_time(method: str) -> None:
             assert time.process_time() - began < 20, text[:60]
 
 
-def test_numbers_of_absurd_length_are_compared_exactly() -> None:
-    long = "9" * 10**6
-    assert reward.score("#### " + long, long) == 1.0
-    assert reward.score("#### " + long, long[:-1] + "8") == 0.0
-
-
 @pytest.mark.parametrize("method", reward.METHODS)
 def test_model_text_is_never_evaluated(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -360,16 +352,6 @@ def test_a_fault_of_a_reward_names_the_question(name: str, said: str, capfd) -> 
     assert ("in crash" in capfd.readouterr().err) == (name == "crash")  # its traceback
 
 
-def test_a_fault_of_a_reward_shows_the_row_where_the_column_of_the_question_has_another_name(capfd) -> None:
-    scorer = Scorer(RewardConfig(function=f"{OWN}:crash"))
-    try:
-        assert "question \"{'problem': 'How many pens?'}\"" in refused(
-            scorer, [Call("x", "1", {"problem": "How many pens?"})]
-        )
-    finally:
-        scorer.close()
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -388,19 +370,6 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
     assert str(path) in message and said in message, message
     path.unlink()
     assert "no such file; needed: FILE.py:NAME" in refused(scored, RewardConfig(function=f"{path}:f"), "")
-
-
-def test_a_worker_that_hangs_is_replaced_and_the_other_calls_are_answered() -> None:
-    scorer = Scorer(RewardConfig(function=f"{OWN}:endless", seconds=1.0))
-    count = len(scorer.workers)
-    calls = [Call(text, "", ROW) for text in ("a", "hang", "b")]
-    results = [scorer.threads.apply(scorer._ask, [call]) for call in calls]
-    assert results[0] == results[2] == (1.0, True, True) and isinstance(results[1], Failure)
-    assert scorer([calls[0]] * 9) == [(1.0, True, True)] * 9
-    ended = [worker.process for worker in scorer.workers]
-    assert len(ended) == count and all(process.poll() is None for process in ended)
-    scorer.close()
-    assert all(process.poll() is not None for process in ended)
 
 
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
@@ -455,36 +424,6 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
     check.check_answers(cfg, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
     assert asked == rows and len(asked) == [67 + 24, 67 + 23, 66 + 23][first]
-
-
-@pytest.mark.filterwarnings(r"ignore:::megatron\.", r"ignore:::torch\.")  # the command ignores them too
-def test_the_first_start_of_a_tiny_model_starts_one_set_of_workers_and_ends_it(tmp_path: Path, capfd) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import os, pathlib\n(pathlib.Path(__file__).parent / f'pid-{os.getpid()}').touch()\n"
-        "def f(completion, gold, row):\n    return 1.0 if f'#### {gold}' in completion else 0.0\n"
-    )
-    code = breaking.exit_code(
-        [
-            "configs/tiny_cpu.yaml",
-            f"model.path={tmp_path}/model",
-            "tiny_model.warm_start_steps=0",
-            "parallel.expert=1",
-            f"reward.function={tmp_path}/mine.py:f",
-            f"train.out_dir={tmp_path}/out",
-            "train.steps=1",
-            "train.checkpoint_every=0",
-            "rollout.prompts_per_step=2",
-            "optim.prompts_per_update=2",
-            "rollout.group_size=2",
-            "eval.num_questions=2",
-            "eval.samples=0",
-            "data.num_train=64",
-            "data.num_test=8",
-        ]
-    )
-    pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
-    assert code == 0 and len(pids) == min(8, usable_cores()), capfd.readouterr().err
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 SMALL = "\\frac{1}{2\\cdot3^{2023}}"
