@@ -237,7 +237,7 @@ def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase,
                 f"data.chat_template_kwargs.{name}: the model's chat template does not read it; needed: "
                 "leave it out (enable_thinking, for example, is read by the models that can think)"
             )
-        if not isinstance(value, bool) and _needs_bool(name, value, template):
+        if not isinstance(value, bool) and _is_switch(name, template):
             raise InputError(f"data.chat_template_kwargs.{name}: expected true or false, found {shown(value)}")
     if re.search(r"\|\s*random\b", template):
         raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; needed: one that does not")
@@ -257,18 +257,14 @@ def _refuse_clock(form: str) -> str:
     raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; the date has to be a text of its own")
 
 
-def _needs_bool(name: str, value: Any, template: str) -> bool:
-    """Whether ``template`` takes its variable ``name`` for a switch, or ``value`` is a text like "false".
+def _is_switch(name: str, template: str) -> bool:
+    """Whether ``template`` only asks if its variable ``name`` is true (or defined), or sets it.
 
-    A template takes every text for true, and compares 0 and null with false in vain. A variable is a switch if it is
-    only asked whether it is true (or defined), or set. A text that the template itself quotes is one of its choices.
+    Such a template takes every text for true, and compares 0 and null with false in vain.
     """
     uses = re.findall(rf"\b{re.escape(name)}\b", template)
     asked = r"\b(?:if|elif|and|or|not)\s+\(?{0}(?=\s*(?:-?[%}}]}}|\)|and\b|or\b|else\b|is\b))|\bset\s+{0}\s*="
-    if len(re.findall(asked.format(re.escape(name)), template)) == len(uses):
-        return True
-    is_switch_text = isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off")
-    return is_switch_text and not re.search(rf"""['"]{re.escape(str(value))}['"]""", template)
+    return len(re.findall(asked.format(re.escape(name)), template)) == len(uses)
 
 
 def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:

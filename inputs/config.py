@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -125,7 +125,7 @@ def flatten(tree: dict) -> dict[str, Any]:
 
 
 def _with(tree: dict, key: str, value: Any) -> dict:
-    """A copy of ``tree`` in which the dotted ``key`` has ``value``."""
+    """A copy of ``tree`` in which the dotted ``key`` has ``value``. Of an option the other members stay."""
     section, dot, name = key.partition(".")
     if not dot:
         if key in _sections() and not (key == "tiny_model" and value is None):
@@ -133,11 +133,11 @@ def _with(tree: dict, key: str, value: Any) -> dict:
         return tree | {key: value}
     before = tree[section] if isinstance(tree.get(section), dict) else {}
     option, dot, member = name.partition(".")
-    field = _sections()[section].model_fields.get(option) if dot and section in _sections() else None
-    if field is not None and (get_origin(field.annotation) is dict or f"{section}.{option}" in _sections()):
-        known = before.get(option, field.default)
-        name, value = option, (known if isinstance(known, dict) else {}) | {member: value}
-    return tree | {section: before | {name: value}}
+    if dot:
+        field = _sections().get(section, Config).model_fields.get(option)
+        known = before.get(option, field and field.default)
+        value = (known if isinstance(known, dict) else {}) | {member: value}
+    return tree | {section: before | {option: value}}
 
 
 def _refuse_idle(keys: Iterable[str], idle: dict[str, str], where: str) -> None:
