@@ -161,9 +161,7 @@ def load(
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model's folder; only local files are read, and no code from the folder is run."""
     folder = Path(model_dir)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such directory; needed: a model directory with tokenizer.json")
-    files = {path.name for path in folder.iterdir()}
+    files = {path.name for path in folder.glob("*")}
     for name in files & set(TOKENIZER_FILES):
         read_bytes(folder / name)  # names a file that cannot be read, which the library does not
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
