@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from facts.seeds import derive_seed
 from inputs.files import one_line, read_bytes, read_object, shown
 from knobs import GENERATED, DataConfig, Paths, listed
 from tasks import arithmetic, question_files
-from tasks.question_files import Row, Turn
+from tasks.question_files import Question, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,15 +31,6 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_conf
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
-@dataclass(frozen=True)
-class Question:
-    question: str
-    answer: str  # as a worked example shows it; of GSM8K and arithmetic it ends in '#### N'
-    gold: str  # N, without commas; of data.source file the answer
-    prompt: list[int]  # token ids, chat template applied
-    row: dict[str, Any] = field(default_factory=dict)  # all columns of the question's file
-
-
 @dataclass(frozen=True, eq=False)
 class Questions(Sequence[Question]):
     """The questions of one split, in the order of the file; `pick` says which of them a step asks."""
@@ -81,7 +72,7 @@ class Questions(Sequence[Question]):
         return list(itertools.islice(others, count))
 
 
-def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
+def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
     """The rows of `split` ("train" | "test"), their source and their form. InputError for a row that cannot be used."""
     if data.source == "arithmetic":
         num = {"train": data.num_train or GENERATED, "test": data.num_test}[split]
@@ -89,13 +80,13 @@ def read(data: DataConfig, split: str) -> tuple[list[Row], str, str]:
         pairs = arithmetic.examples(num, split == "test", data.seed, arithmetic.LOWEST_OPERAND, data.operand_high, most)
         length = f", 1 to {most} operations" if most > 1 else ""
         form = f"generated, operands {arithmetic.LOWEST_OPERAND} to {data.operand_high}{length}"
-        return [Row.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
+        return [Question.worked(*pair) for pair in pairs], f"arithmetic ({split})", form
     paths, count = {"train": (data.train_path, data.num_train), "test": (data.test_path, 0)}[split]
     rows, form = _read(data, paths, count)
     return rows, ", ".join(listed(paths)), form
 
 
-def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Row], str]:
+def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question], str]:
     """The rows of files as data.source says, or ``count`` of them, and their form."""
     return question_files.read(paths, data.columns if data.source == "file" else None, count)
 
@@ -106,7 +97,7 @@ def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig
     return {name: data.model_copy(update={"source": source, "test_path": paths}) for name, paths in sets.items()}
 
 
-def few_shot(data: DataConfig, asked: Sequence[Row]) -> list[Row]:
+def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     """The examples in data.few_shot_path, [] without a path.
 
     InputError if a question of ``asked`` is among them: it would be asked after its own answer.
@@ -137,7 +128,7 @@ def load(
     questions = []
     for row in rows:
         prompt = prompt_ids(row.turns, tokenizer=tokenizer, data=data, examples=examples)
-        questions.append(Question(row.question, row.answer, row.gold, prompt, row.columns))
+        questions.append(row._replace(prompt=prompt))
         beat()
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
@@ -200,7 +191,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_tokens: set[int]) -> i
 
 
 def prompt_ids(
-    asked: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[Row] = ()
+    asked: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[Question] = ()
 ) -> list[int]:
     """Token ids of the prompt: the system turn, then the worked `examples`, then the other turns of the question.
 

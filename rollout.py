@@ -176,7 +176,7 @@ def score_completions(
     calls = []
     for question, completion in answers:
         text = text_of(question.prompt, without_stop_token(completion), tokenizer)
-        calls.append(Call(text, question.gold, question.row))
+        calls.append(Call(text, question.gold, question.columns))
     return scorer(calls)
 
 

@@ -28,7 +28,6 @@ from knobs import Config, DataConfig, RewardConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
-from tasks.question_files import Row
 from tasks.scoring import Call, Score, Scorer
 from weights import checkpoint, huggingface, tiny_model
 
@@ -164,7 +163,7 @@ def check_repeats(reward: RewardConfig, data: DataConfig, scorer: Scorer) -> Non
         )
 
 
-def right_answer(reward: RewardConfig, instruction: str, question: Question | Row) -> str:
+def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
     """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
     asks_for_box = reward_gsm8k.BOXED in instruction

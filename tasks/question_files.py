@@ -10,7 +10,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -33,17 +33,21 @@ INVISIBLE = re.compile(
 Turn = tuple[str, str]  # role (system, user or assistant) and text
 
 
-class Row(NamedTuple):
+class Question(NamedTuple):
+    """A question of a file, or a generated one."""
+
     question: str  # the texts of its turns, without the system turn
-    answer: str  # as a worked example shows it
-    gold: str  # what a completion's answer is compared with
-    turns: list[Turn]  # the prompt: it ends with a user turn
-    columns: dict[str, Any]  # all columns of the file
+    answer: str  # as a worked example shows it; of GSM8K and arithmetic it ends in `#### N`
+    gold: str  # what a completion's answer is compared with: N without commas, or of data.source file the answer
+    prompt: list[int] = []  # token ids, chat template applied; data_gsm8k.load adds them
+    turns: Sequence[Turn] = ()  # the prompt as text: they end with a user turn
+    columns: dict[str, Any] = {}  # all columns of the file
 
     @classmethod
-    def worked(cls, question: str, answer: str) -> Self:
-        """The row of a question and a worked answer that ends in `#### N`."""
-        return cls(question, answer, gold_number(answer), [("user", question)], dict(question=question, answer=answer))
+    def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:
+        """A question whose worked answer ends in `#### N`; without ``turns`` it is one user turn."""
+        known = columns or dict(question=question, answer=answer)
+        return cls(question, answer, gold_number(answer), [], turns or [("user", question)], known)
 
 
 class Form(NamedTuple):
@@ -55,6 +59,7 @@ class Form(NamedTuple):
     answer: str  # column of the worked answer, which ends in `#### N`; LAST_TURN: an assistant turn after the question
     number: str = ""  # column of N alone; one of the two is enough
     bare_question: str = ""  # column of the last user turn without the instruction of the file's author
+    marked: bool = True  # `#### ` is before the gold answer; otherwise the text of the answer is the gold answer
 
 
 LAST_TURN = "the assistant turn"  # no file has a column of this name
@@ -72,7 +77,7 @@ FORMS = (
 )
 
 
-def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Row], str]:
+def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
     """The rows of one file or several, and the name of its form, which the first row of all decides.
 
     A question that several rows ask (`alike`) counts once, as its first row has it: copies of it are no further
@@ -85,17 +90,18 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
     one of FORMS, and the gold answer is the number after `####`.
     """
     form: Form | None = None
-    rows: dict[str, tuple[str, Row]] = {}  # the question as it is compared -> where it is asked first, and its row
+    if columns:
+        form = Form(
+            f"columns {' and '.join(columns.values())}", (), columns["question"], columns["answer"], marked=False
+        )
+    rows: dict[str, tuple[str, Question]] = {}  # the question as it is compared -> where it is asked first, and its row
     num_rows = 0
     for path in map(Path, listed(paths)):
         for where, raw in _table(path):
             num_rows += 1
             try:
-                if columns:
-                    row = _by_name(raw, columns)
-                else:
-                    form = form or _form_of(raw)
-                    row = _by_form(raw, form)
+                form = form or _form_of(raw)
+                row = _by_form(raw, form) if form.marked else _by_name(raw, form)
             except InputError as error:
                 hint = "" if columns else f"; {OTHER_COLUMNS}"
                 raise InputError(f"{where}: {error}{hint}") from error
@@ -106,7 +112,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
                     "one answer"
                 )
     questions = [row for _, row in rows.values()]
-    name = form.name if form else f"columns {' and '.join((columns or {}).values())}"
+    name = form.name if form else ""
     size = f"{num_rows} rows"
     if len(questions) < num_rows:
         size += f", {len(questions)} different question{'s' * (len(questions) > 1)}"
@@ -134,7 +140,7 @@ def _form_of(raw: dict[str, Any]) -> Form:
     )
 
 
-def _by_form(raw: dict[str, Any], form: Form) -> Row:
+def _by_form(raw: dict[str, Any], form: Form) -> Question:
     """The row of a file that has one of FORMS; the gold answer is the number after `####`."""
     row = {name.lower(): value for name, value in raw.items()}
     turns, last_turn = _turns(row, form.question)
@@ -148,7 +154,7 @@ def _by_form(raw: dict[str, Any], form: Form) -> Row:
         answer = _with_number(answer, number if "####" in number else f"#### {number}", form)
     if answer is None:
         raise InputError(f"{form.answer}: missing or null; found the columns {', '.join(row)}")
-    return Row(_question(turns), answer, gold_number(answer), turns, raw)
+    return Question.worked(_text_of(turns), answer, turns, raw)
 
 
 def _with_number(answer: str | None, number: str, form: Form) -> str:
@@ -163,16 +169,16 @@ def _with_number(answer: str | None, number: str, form: Form) -> str:
     return answer
 
 
-def _by_name(raw: dict[str, Any], columns: Mapping[str, str]) -> Row:
-    """The row of a file whose columns have the names in ``columns``; the gold answer is a text or a number."""
-    turns, _ = _turns(raw, columns["question"])
-    found = _column(raw, columns["answer"])
+def _by_name(raw: dict[str, Any], form: Form) -> Question:
+    """The row of a file whose columns data.columns names; the gold answer is a text or a number."""
+    turns, _ = _turns(raw, form.question)
+    found = _column(raw, form.answer)
     is_number = isinstance(found, int | float | Decimal) and not isinstance(found, bool)
-    gold = str(found) if is_number and math.isfinite(found) else _text(raw, columns["answer"]).strip()
-    return Row(_question(turns), gold, gold, turns, raw)
+    gold = str(found) if is_number and math.isfinite(found) else _text(raw, form.answer).strip()
+    return Question(_text_of(turns), gold, gold, [], turns, raw)
 
 
-def _question(turns: list[Turn]) -> str:
+def _text_of(turns: list[Turn]) -> str:
     return "\n\n".join(text for role, text in turns if role != "system")
 
 

@@ -24,7 +24,7 @@ import reward_gsm8k
 from learner import MOMENTS, Learner
 from model.batches import MicroBatch
 from parallel_setup import Parallel
-from tasks.question_files import Row
+from tasks.question_files import Question
 from weights import checkpoint, huggingface
 
 # ------------------------------------------------------------------------------------------------ rewards, policy
@@ -106,7 +106,10 @@ def another_question(rank: int | None = None) -> Plant:
     return after(
         data_gsm8k,
         "read",
-        lambda found, data, split: ([*found[0][:-1], Row.worked(f"What is 1 + 1 in {split}?", "#### 2")], *found[1:]),
+        lambda found, data, split: (
+            [*found[0][:-1], Question.worked(f"What is 1 + 1 in {split}?", "#### 2")],
+            *found[1:],
+        ),
         rank,
     )
 

@@ -20,7 +20,7 @@ from facts.exits import InputError
 from inputs.config import load_config
 from knobs import DataConfig
 from tasks import arithmetic, question_files
-from tasks.question_files import Row
+from tasks.question_files import Question
 from weights import tiny_model
 from weights.tiny_model import build_tokenizer
 
@@ -127,7 +127,7 @@ def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path
         question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
     with pytest.raises(InputError, match="which is asked as well"):
-        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Row.worked(**first)])
+        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Question.worked(**first)])
 
 
 @pytest.mark.parametrize("form", ["columns", "verl"])
@@ -244,7 +244,7 @@ def test_columns_of_any_name_give_the_text_as_the_gold_answer_and_all_columns_to
     more = write_jsonl(tmp_path / "more.jsonl", [MATH[0], number])
     loaded = data_gsm8k.load(own([str(path), str(more)], instruction="Go."), "train", tokenizer, seed=0)
     assert [one.gold for one in loaded] == ["\\frac{3}{4}", "025", "4"]
-    assert [one.row for one in loaded] == [*MATH, number]
+    assert [one.columns for one in loaded] == [*MATH, number]
     assert tokenizer.decode(loaded[1].prompt).endswith(f"{MATH[1]['problem']} Go.<|im_end|>\n<|im_start|>assistant\n")
     form = "columns problem and answer; 4 rows, 3 different questions"
     assert f"3 questions from {path}, {more} ({form})" in loaded.description
@@ -265,7 +265,7 @@ def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tok
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     section = own(path, "messages", "reward_model.ground_truth", instruction="Go.")
     one, other = data_gsm8k.load(section, "train", tokenizer, seed=0)
-    assert (one.gold, other.gold, one.question) == ("4.5", "7", "1+1?\n\n2\n\nand 2+2?") and one.row == rows[0]
+    assert (one.gold, other.gold, one.question) == ("4.5", "7", "1+1?\n\n2\n\nand 2+2?") and one.columns == rows[0]
     template = "<|im_start|>{}\n{}<|im_end|>\n"
     talk = [*turns[:-1], ("user", "and 2+2? Go.")]
     assert tokenizer.decode(one.prompt) == "".join(template.format(*turn) for turn in talk) + "<|im_start|>assistant\n"
@@ -278,7 +278,7 @@ def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tok
     # The same reader for GSM8K's forms, whose gold answer is the number after the mark.
     write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
     (marked,) = data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
-    assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.row["answer"] == "so\n#### 4"
+    assert marked.gold == "4" and marked.prompt[:20] == one.prompt[:20] and marked.columns["answer"] == "so\n#### 4"
 
 
 def test_a_number_of_training_questions_is_taken_evenly_from_all_files_and_leaves_the_held_out_ones(
@@ -342,7 +342,7 @@ def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -
 
 # ----------------------------------------------------------------------------------------------------------------- pick
 def make_questions(num: int, seed: int = 0) -> data_gsm8k.Questions:
-    return data_gsm8k.Questions([data_gsm8k.Question(str(i), "", "", []) for i in range(num)], seed)
+    return data_gsm8k.Questions([Question(str(i), "", "", []) for i in range(num)], seed)
 
 
 @pytest.mark.parametrize(("num", "count"), [(10, 3), (5, 8), (100, 32)])
@@ -457,7 +457,10 @@ def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Pa
 
 
 # --------------------------------------------------------------------------------- the parts before the question
-EXAMPLES = [Row.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"), Row.worked("What is 3 - 1?", "3 - 1 = 2\n#### 2")]
+EXAMPLES = [
+    Question.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"),
+    Question.worked("What is 3 - 1?", "3 - 1 = 2\n#### 2"),
+]
 ASKED = [("user", "1+1?")]
 # As hybrid models do it: without thoughts wanted, the answer begins with an empty thought.
 HYBRID = (
