@@ -105,7 +105,7 @@ class Decoder:
     @torch.no_grad()
     def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]], lora: LoraConfig) -> None:
         """See engines.interface.Engine. The factors are held fused as the weights are, in the dtype of the decoder."""
-        check_factors(factors, self.shapes, lora)
+        check_factors(factors)
         layers: list[dict[str, Factors]] = [{} for _ in self.layers]
         for name, (a, b) in factors.items():
             layer, part, index = self.locations[name]

@@ -57,14 +57,14 @@ def llm_arguments(lora: LoraConfig) -> dict:
 class Adapter:
     """The only adapter of an engine. Every change gets a new number, under which vLLM has nothing in a cache."""
 
-    def __init__(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self.lora, self.shapes, self.dtype = lora, shapes, dtype
+    def __init__(self, lora: LoraConfig, dtype: torch.dtype) -> None:
+        self.lora, self.dtype = lora, dtype
         self.tensors: dict[str, Tensor] = {}  # by the names of PEFT
         self.number = 0
 
     def take(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Replace the adapter by copies of ``factors``. Its errors are those of Engine.load_adapter."""
-        check_factors(factors, self.shapes, self.lora)
+        check_factors(factors)
         tensors = {}
         for name, pair in factors.items():
             for letter, factor in zip("AB", pair, strict=True):

@@ -104,7 +104,7 @@ class VllmEngine(Engine):
         self.held_stacks: dict[str, Stack] = {}
         self.shapes = tensor_shapes(arch)
         if adapter:
-            self.adapter = vllm_adapter.Adapter(adapter, self.shapes, dtype)
+            self.adapter = vllm_adapter.Adapter(adapter, dtype)
         for variable in variables.VLLM:  # an existing value is kept
             os.environ.setdefault(variable.name, variable.value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":

@@ -223,18 +223,13 @@ def test_the_embedded_sampler_adds_the_factors_as_transformers_with_merged_weigh
         assert merged.gaps(PROMPTS, pushed).max() < 1e-4 and merged.gaps(PROMPTS, stale).max() > 1e-2
 
 
-def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_factors_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     arch = hf_config.read(reference.save("qwen3_moe", tmp_path))
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, adapter=config(tmp_path).lora)
     name = "model.layers.0.self_attn.q_proj.weight"
     a, b = torch.zeros(4, arch.hidden_size), torch.zeros(engine.decoder.shapes[name][0], 4)
-    for factors, said in (
-        ({"model.norm.weight": (a, b)}, "model.norm.weight is not a matrix"),
-        ({name: (a[:3], b)}, r"A of model.layers.0.self_attn.q_proj.weight: found \(3, 64\); needed: \(4, 64\)"),
-        ({name: (a, b / 0)}, "B of model.layers.0.self_attn.q_proj.weight has NaN or infinity"),
-    ):
-        with pytest.raises(InputError, match=said):
-            engine.load_adapter(factors)
+    with pytest.raises(InputError, match="B of model.layers.0.self_attn.q_proj.weight has NaN or infinity"):
+        engine.load_adapter({name: (a, b / 0)})
 
 
 # ------------------------------------------------------------------------------------------------ the exported policy

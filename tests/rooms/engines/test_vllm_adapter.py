@@ -212,22 +212,13 @@ def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], mes
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("name", "a", "b", "message"),
-    [
-        ("model.norm.weight", torch.ones(RANK, 8), torch.ones(8, RANK), "model.norm.weight is not a matrix"),
-        (WEIGHT, torch.ones(2, 6), torch.ones(8, 2), r"A of .*o_proj.weight: found \(2, 6\); needed: \(4, 6\)"),
-        (WEIGHT, torch.ones(RANK, 6), torch.ones(7, RANK), r"B of .*found \(7, 4\); needed: \(8, 4\)"),
-        (WEIGHT, torch.ones(RANK, 6), torch.full((8, RANK), torch.nan), "B of .*o_proj.weight has NaN or infinity"),
-    ],
-)
-def test_broken_factors_are_refused_and_those_before_stay(name, a, b, message) -> None:
-    adapter = vllm_adapter.Adapter(LORA, {WEIGHT: (8, 6), "model.norm.weight": (8,)}, torch.float32)
+def test_broken_factors_are_refused_and_those_before_stay() -> None:
+    adapter = vllm_adapter.Adapter(LORA, torch.float32)
     with pytest.raises(InputError, match="sample: no adapter"):
         adapter.request()
     taken = torch.zeros(RANK, 6)
     adapter.take({WEIGHT: (taken, torch.zeros(8, RANK))})
     taken += 1  # the trainer's tensor changes, the copy does not
-    with pytest.raises(InputError, match=message):
-        adapter.take({name: (a, b)})
+    with pytest.raises(InputError, match="B of .*o_proj.weight has NaN or infinity"):
+        adapter.take({WEIGHT: (torch.ones(RANK, 6), torch.full((8, RANK), torch.nan))})
     assert all(tensor.sum() == 0 for tensor in adapter.tensors.values())
