@@ -403,7 +403,7 @@ def npu_grouped_matmul(
     (x,), (weight,), counts = x, weight, group_list.tolist()
     require(len(x), f"{where}: no rows")
     require(x.dim() == 2 and x.shape[1] == weight.shape[-2], f"{where}: inner sizes {x.shape}, {weight.shape}")
-    require(group_list.dtype == torch.int64 and 2 <= len(counts) <= 1024, f"{where}: sizes {group_list}")
+    require(group_list.dtype == torch.int64 and 2 <= len(counts) <= 1024, f"{where}: sizes {counts}")
     require(
         max(x.shape[1 if group_type == 0 else 0], weight.shape[-1]) < 65536,
         f"{where}: widths {x.shape}, {weight.shape}",
