@@ -485,41 +485,25 @@ def test_greedy_calls_are_left_alone_and_versions_without_a_place_are_refused() 
 # ------------------------------------------------------------------------------------------------- distribution
 
 ROWS, POSITIONS = 3000, 16
-FAULTS = {  # the numbers that a faulty sampler would use instead of the table (R, N)
-    "none": None,
-    "3 % too small": lambda table: table * 0.97,
-    "crowded in the middle": lambda table: 0.5 + 0.97 * (table - 0.5),
-    "one for all positions": lambda table: table[:, :1].expand_as(table).contiguous(),
-    "one for two rows": lambda table: table[torch.arange(ROWS) // 2 * 2],
-}
 
 
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_tokens_and_pairs_of_tokens_have_the_probabilities_of_the_logits(kind, fault: str) -> None:
-    """48,000 draws; pairs are adjacent positions of a row and adjacent rows of a position. Every fault must fail."""
+def test_tokens_and_pairs_of_tokens_have_the_probabilities_of_the_logits(kind) -> None:
+    """48,000 draws; pairs are adjacent positions of a row and adjacent rows of a position."""
     make, draw = kind
     table = uniforms_of(list(range(ROWS // 10)), 10, POSITIONS).flatten(0, 1)
     probs = torch.tensor([0.05, 0.1, 0.2, 0.05, 0.25, 0.1, 0.05, 0.2], dtype=torch.float64)
     logits = probs.log().float().expand(ROWS, -1) + 5
-    runner = hooked(make(list(range(ROWS))), FAULTS[fault](table) if FAULTS[fault] else table)
+    runner = hooked(make(list(range(ROWS))), table)
     if make is runner_1:
         runner.input_batch.num_prompt_tokens = np.full(ROWS, 7, np.int32)
         runner.input_batch.num_tokens_no_spec = np.full(ROWS, 7, np.int32)
     tokens = torch.stack([draw(runner, logits, position)[0] for position in range(POSITIONS)], 1)
     pairs = (probs[:, None] * probs).flatten()
-
-    def judge() -> None:
-        assert_drawn(tokens.flatten(), probs)
-        assert_drawn((8 * tokens[:, 0::2] + tokens[:, 1::2]).flatten(), pairs)
-        assert_drawn((8 * tokens[0::2] + tokens[1::2]).flatten(), pairs)
-
-    if fault == "none":
-        judge()
-    else:
-        with pytest.raises(AssertionError):
-            judge()
+    assert_drawn(tokens.flatten(), probs)
+    assert_drawn((8 * tokens[:, 0::2] + tokens[:, 1::2]).flatten(), pairs)
+    assert_drawn((8 * tokens[0::2] + tokens[1::2]).flatten(), pairs)
 
 
 @pytest.mark.xdist_group("vllm")
@@ -585,12 +569,6 @@ def test_widths_that_the_grouped_kernel_does_not_take_are_computed_too(sampled_m
 
 
 # ------------------------------------------------------------------------------------------- against the definitions
-
-
-def test_tokens_have_the_frequencies_of_their_probabilities(model) -> None:
-    settings = dict(num_samples=8000, max_new_tokens=1, temperature=0.5)
-    (group,) = sampler(model, max_sequences=4096).sample([PROMPTS[0]], seeds=[1], **settings)
-    assert_frequencies(group, model.next_probs(PROMPTS[0], 0.5))
 
 
 def test_inverse_cdf_at_both_ends_and_around_zeros() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ import torch
 import training
 import world
 from refused import refusal
-from safetensors.torch import load_file, save_file
 from sampled import DENSE, FREE, Model
 from source import ROOT
 from vllm_ranks import PROMPTS, SEEDS
@@ -31,14 +29,12 @@ import aqn
 from engines import vllm_adapter, vllm_engine, vllm_setup
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
-from facts.architectures import tensor_shapes
 from facts.exits import InputError
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
 from knobs import LoraConfig
 from parallel_setup import Parallel
-from run import check
 from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy
@@ -117,42 +113,6 @@ def test_logp_after_every_push_is_that_of_transformers_with_merged_weights_and_t
             assert (push.get("aqn/probe_shift", 0) > 1e-3) == (label == "noise")
 
 
-def make_dense(folder: Path) -> Path:
-    """A tiny model of training.make_model without its experts: random dense layers in their place."""
-    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128)
-    training.make_model(folder, "qwen2_moe", **sizes)
-    about = json.loads((folder / "config.json").read_text()) | {"mlp_only_layers": [0, 1], "intermediate_size": 96}
-    (folder / "config.json").write_text(json.dumps(about))
-    old, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(hf_config.read(folder))
-    new = {name: old.get(name, 0.08 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    save_file(new, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.ci
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_run_samples_and_evaluates_as_with_merged_weights(vllm_imported, tmp_path: Path) -> None:
-    """With the same questions, seeds and tripwires, log-probs, answers and updates agree up to rounding."""
-    model = make_dense(tmp_path / "model")
-    shared = dict(lora__rank=RANK, lora__alpha=ALPHA, eval__every=1, **NOISE | {"aqn__schedule": "qerl"})
-    shared |= {"aqn__num_stages": 3}
-    cfgs = {
-        sync: training.config(model, tmp_path / sync, **ADAPTER | {"rollout__sync": sync}, **shared)
-        for sync in ("adapter", "merged")
-    }
-    training.in_world("TP1", training.train_each, [("TP1", cfg) for cfg in cfgs.values()])
-    runs = {sync: training.only_run(cfg) for sync, cfg in cfgs.items()}
-    rows, merged_rows = (training.metrics(runs[sync]) for sync in cfgs)
-    assert rows[0]["rollout/logp_gap_mean"] < 1e-5 and rows[0]["aqn/sigma"] == 0
-    for row, other in zip(rows[1:], merged_rows[1:], strict=True):
-        assert row["aqn/probe_gap"] < 1e-5 < 1e-4 < row["aqn/probe_shift"]
-        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
-    evaluations = [(runs[sync] / "eval_outcomes.jsonl").read_text() for sync in cfgs]
-    assert evaluations[0] == evaluations[1] and len(set(evaluations[0].splitlines())) > 9
-
-
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -187,14 +147,6 @@ def test_what_vllm_cannot_take_is_refused_without_it(
     refused = pytest.raises(InputError, match=f"^rollout.sync: adapter: .*{message}.*; needed: merged$")
     with refused if message else contextlib.nullcontext():
         vllm_setup.check(cfg, arch, 16)
-
-
-def test_it_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatch) -> None:
-    path = reference.save("qwen3_moe", tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    (path / "model.safetensors").unlink()
-    monkeypatch.setattr("engines.vllm_engine.check_installed", lambda device_type: None)
-    with pytest.raises(InputError, match="rollout.sync: adapter: vLLM adapts models with MoE layers by Triton"):
-        check.check_settings(config(path), 1)
 
 
 @pytest.mark.parametrize(

@@ -155,17 +155,6 @@ def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
         devices.set_environment("auto", deterministic=True)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
-def test_a_profiler_watches_the_host_and_its_device(kind, monkeypatch):
-    """With the names of torch.profiler and of torch_npu.profiler; neither CUDA nor an NPU is here."""
-    activities = SimpleNamespace(CPU="host", CUDA="gpu", NPU="chip")
-    module = SimpleNamespace(profile=lambda activities: activities, ProfilerActivity=activities)
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(profiler=module))
-    monkeypatch.setattr(torch, "profiler", module if kind != "npu" else None)
-    watched = {"cpu": ["host"], "cuda": ["host", "gpu"], "npu": ["host", "chip"]}[kind]
-    assert devices.profiler(SimpleNamespace(type=kind)) == watched
-
-
 IMPORT = """
 import sys, warnings
 warnings.filterwarnings("ignore")

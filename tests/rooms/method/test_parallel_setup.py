@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import training
 import world
 from tiers import asked, ci, nightly
 
-import parallel_setup
 from parallel_setup import Parallel
 
 # ------------------------------------------------------------------------------------------------------- parallel setup
@@ -102,28 +99,6 @@ def test_rows_and_objects_are_gathered_in_rank_order_and_the_largest_number_is_f
         assert size == 1 or math.isnan(rank["max with nan"])
 
 
-def open_and_close() -> list[tuple[int, int]]:
-    """Threads and descriptors of this process before and after each of several layouts in one world."""
-    found = []
-    for name in [None, "TP2", "TP2_EP2", "EP2", "TP2_EP2", "TP2", "EP2"]:
-        if name:
-            world.open_layout(name)
-            parallel_setup.close_layout()
-            parallel_setup.close_layout()  # no layout is open any more
-        gc.collect()
-        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_a_layout_that_is_closed_leaves_no_threads_and_descriptors():
-    """A group that is not destroyed keeps two threads and four descriptors."""
-    for found in world.run(2, open_and_close):
-        threads, descriptors = zip(*found[1:], strict=True)  # the first layout also starts the threads of the world
-        assert max(threads) == min(threads) and max(descriptors) <= min(descriptors) + 2, found
-
-
 # --------------------------------------------------------------------------------------- equal collectives on all ranks
 # All ranks of a group make the same collectives in the same order, in the layouts of the shipped scripts.
 #
@@ -169,14 +144,3 @@ def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callabl
     assert codes == [0] * job.ranks, (tmp_path / "log").read_text()[-3000:]
     of_all = collectives.read(tmp_path, job.ranks)[tuple(range(job.ranks))]
     assert len(of_all) == job.ranks and len(of_all[0]) > 50
-
-
-def test_a_collective_of_some_ranks_alone_is_named(tmp_path: Path) -> None:
-    """Rank 1 of the group 0, 1 sums twice, and rank 2 of the world never meets the others."""
-    for rank, lines in enumerate((["0,1 all_reduce", "0,1 barrier"], ["0,1 all_reduce", "0,1 all_reduce"], [])):
-        calls = ["0,1,2 barrier", *lines] if rank < 2 else []
-        (tmp_path / f"rank-{rank}").write_text("".join(f"{line}\n" for line in calls))
-    assert collectives.differences(tmp_path, 3) == [
-        "group (0, 1, 2), call 0: {0: 'barrier', 1: 'barrier', 2: 'nothing'}",
-        "group (0, 1), call 1: {0: 'barrier', 1: 'all_reduce'}",
-    ]
