@@ -22,7 +22,7 @@ from lora_megatron import LoRAGroupedLinear
 from model.megatron_model import GroupedLinear
 from parallel_setup import gather
 from plan import grid, parameters
-from weights import adapter_weights, huggingface
+from weights import huggingface
 from weights.policy import Policy
 
 # At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
@@ -52,7 +52,7 @@ class Push:
             vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
-            engine.load_adapter(self._factors()[0])
+            engine.load_adapter(dict(policy.whole()))
         self.stacks = self._usable_stacks()
         self.shared_bytes = self._share_experts()
 
@@ -199,7 +199,8 @@ class Push:
         if self.clean_norms or not adapter_only:
             self._load(self.engine.load_weights, self._noted(self._export(set(self.clean_norms)), sums, touched))
         if adapter_only:
-            factors, sums = self._factors()
+            factors = dict(self.policy.whole())
+            sums = [factor.sum(dtype=torch.float32) for factor in factors.values()]
             self._load(self.engine.load_adapter, factors)
         return _total(sums), touched
 
@@ -228,16 +229,6 @@ class Push:
             else:
                 sums.append(tensor.sum(dtype=torch.float32))
             yield name, tensor
-
-    def _factors(self) -> tuple[dict[str, tuple[Tensor, Tensor]], list[Tensor]]:
-        """Name of each adapted weight -> its A (R, in) and B (out, R), whole, fp32; and their sums. Collective."""
-        whole = {name: factor.clone() for name, factor in self.policy.whole()}
-        pairs = {
-            name: (a, b)
-            for module in adapter_weights.adapted_modules(self.arch, self.cfg.lora)
-            for name, a, b in module.pairs(whole)
-        }
-        return pairs, [factor.sum(dtype=torch.float32) for factor in whole.values()]
 
 
 def _total(sums: list[Tensor]) -> float:

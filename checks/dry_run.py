@@ -19,7 +19,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -179,7 +179,7 @@ class _Engine:
         for _, tensors in itertools.groupby(named_tensors, key=lambda named: group_of(named[0])):
             list(tensors)  # all tensors of a group exist at once
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None: ...
+    def load_adapter(self, factors: Mapping[str, Tensor]) -> None: ...
 
 
 def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:

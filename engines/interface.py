@@ -84,11 +84,11 @@ class Engine(Protocol):
             held[name] = memory
         check_finite(held, "load_weights")
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
 
-        ``factors``: Hugging Face name of W (out, in) -> A (R, in), B (out, R). Fused tensors have the same A. Raises
-        InputError, and keeps the adapter of before, for factors that are not finite.
+        ``factors``: the whole factors by their names in a checkpoint (see Policy.whole). Raises InputError, and keeps
+        the adapter of before, for factors that are not finite.
         """
 
     def placement(self) -> dict[str, list[int]]:
@@ -176,12 +176,6 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
             f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(seen)} found); "
             f"needed: {'the whole model' if whole else 'whole fused groups'}"
         )
-
-
-def check_factors(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise InputError unless all ``factors`` (see Engine.load_adapter) are finite."""
-    check_finite({f"A of {name}": a for name, (a, _) in factors.items()}, "load_adapter")
-    check_finite({f"B of {name}": b for name, (_, b) in factors.items()}, "load_adapter")
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:

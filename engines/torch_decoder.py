@@ -7,19 +7,20 @@ token.
 """
 
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.interface import check_arrival, check_complete, check_factors, check_finite
+from engines.interface import check_arrival, check_complete, check_finite
 from engines.torch_cache import LineCache, RowCache
 from facts.architectures import Architecture, modules
 from hardware import kernels
 from knobs import LoraConfig
 from model import packing
+from weights.adapter_weights import adapted_modules
 from weights.huggingface import fused_group
 
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
@@ -41,8 +42,6 @@ class Decoder:
         self.cache = LineCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
-        # Hugging Face name -> its layer, part, and index in the part
-        self.locations: dict[str, tuple[int, str, Any]] = {}
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
@@ -83,7 +82,6 @@ class Decoder:
                 named = {f"{name}.{kind}": index for name, index in pieces.items()}
                 part = module.part if kind == "weight" else f"{module.part}.bias"
                 weights[part] = self._allocate(shape, named)
-                self.locations |= {name: (layer, part, index) for name, index in named.items()}
         return weights
 
     @torch.no_grad()
@@ -103,27 +101,16 @@ class Decoder:
         self.ready = True
 
     @torch.no_grad()
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]], lora: LoraConfig) -> None:
-        """See engines.interface.Engine. The factors are held fused as the weights are, in the dtype of the decoder."""
-        check_factors(factors)
+    def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
+        """See engines.interface.Engine. The factors are held in the dtype of the decoder."""
+        check_finite(factors, "load_adapter")
         layers: list[dict[str, Factors]] = [{} for _ in self.layers]
-        for name, (a, b) in factors.items():
-            layer, part, index = self.locations[name]
-            weight = self.layers[layer][part]
-            if part not in layers[layer]:
-                dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
-                rank, (*experts, first, second) = len(a), weight.shape
-                shapes = ((first, rank), (rank, second)) if experts else ((rank, second), (first, rank))
-                a_held, b_held = (torch.zeros(*experts, *shape, dtype=dtype, device=self.device) for shape in shapes)
-                layers[layer][part] = Factors(a_held, b_held, lora.alpha / rank)
-            held = layers[layer][part]
-            if weight.dim() == 3:
-                expert, columns = index
-                held.a[expert].copy_(a.t())
-                held.b[expert, :, columns].copy_(b.t())
-            else:
-                held.a.copy_(a)
-                held.b[index].copy_(b)
+        for adapted in adapted_modules(self.arch, lora):
+            part, layer = adapted.module.part, int(adapted.layer.split(".")[2])
+            dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
+            a = factors[f"{adapted.name}.A"].to(self.device, dtype, copy=True)
+            b = factors[f"{adapted.name}.B"].to(self.device, dtype, copy=True)
+            layers[layer][part] = Factors(a, b, lora.alpha / adapted.rank)
         self.factors = layers
 
     # ------------------------------------------------------------------------------------------------------ the model

@@ -5,7 +5,7 @@ are removed. Each prompt draws from its own seed, so its completions do not depe
 P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token, L MoE layers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class TorchSampler(Engine):
             if module.kind == "experts"
         }
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         if self.adapter is None:
             raise InputError("load_adapter: this engine was made without an adapter; needed: rollout.sync adapter")
         self.decoder.load_adapter(factors, self.adapter)

@@ -6,13 +6,16 @@ vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
 """
 
 import importlib.metadata
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from engines.interface import check_factors
+from engines.interface import check_finite
+from facts.architectures import Architecture
 from facts.exits import InputError
 from knobs import LoraConfig
+from weights.adapter_weights import adapted_modules
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can make room for
 MODULES = {  # lora.targets -> vLLM's modules
@@ -57,19 +60,20 @@ def llm_arguments(lora: LoraConfig) -> dict:
 class Adapter:
     """The only adapter of an engine. Every change gets a new number, under which vLLM has nothing in a cache."""
 
-    def __init__(self, lora: LoraConfig, dtype: torch.dtype) -> None:
-        self.lora, self.dtype = lora, dtype
+    def __init__(self, lora: LoraConfig, arch: Architecture, dtype: torch.dtype) -> None:
+        self.lora, self.arch, self.dtype = lora, arch, dtype
         self.tensors: dict[str, Tensor] = {}  # by the names of PEFT
         self.number = 0
 
-    def take(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def take(self, factors: Mapping[str, Tensor]) -> None:
         """Replace the adapter by copies of ``factors``. Its errors are those of Engine.load_adapter."""
-        check_factors(factors)
+        check_finite(factors, "load_adapter")
         tensors = {}
-        for name, pair in factors.items():
-            for letter, factor in zip("AB", pair, strict=True):
-                key = f"{name.removesuffix('.weight')}.lora_{letter}.weight"
-                tensors[key] = factor.detach().to("cpu", self.dtype, copy=True)
+        for adapted in adapted_modules(self.arch, self.lora):
+            for name, a, b in adapted.pairs(factors):
+                module = name.removesuffix(".weight")
+                tensors[f"{module}.lora_A.weight"] = a.detach().to("cpu", self.dtype, copy=True)
+                tensors[f"{module}.lora_B.weight"] = b.detach().to("cpu", self.dtype, copy=True)
         self.tensors = tensors
 
     def put(self, llm) -> None:

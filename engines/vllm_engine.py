@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +104,7 @@ class VllmEngine(Engine):
         self.held_stacks: dict[str, Stack] = {}
         self.shapes = tensor_shapes(arch)
         if adapter:
-            self.adapter = vllm_adapter.Adapter(adapter, dtype)
+            self.adapter = vllm_adapter.Adapter(adapter, arch, dtype)
         for variable in variables.VLLM:  # an existing value is kept
             os.environ.setdefault(variable.name, variable.value)
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
@@ -198,7 +198,7 @@ class VllmEngine(Engine):
             (self.held_stacks,) = self.llm.collective_rpc(vllm_inside.stacks, args=(in_sizes,))
         return self.held_stacks
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         self.adapter.take(factors)
         with vllm_inside.surroundings_kept(self.device):
             self.adapter.put(self.llm)

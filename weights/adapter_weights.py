@@ -152,7 +152,7 @@ class Adapted(NamedTuple):
             a, b = (self.module.copies, *a[::-1]), (self.module.copies, *b[::-1])
         return {f"{self.name}.A": a, f"{self.name}.B": b}
 
-    def pairs(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def pairs(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name of a changed weight of the base model, its A (R, in), its B (out, R)); views, not copies."""
         a, b, blocks = factors[f"{self.name}.A"], factors[f"{self.name}.B"], self.module.blocks
         for expert in range(self.module.copies):

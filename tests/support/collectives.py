@@ -140,7 +140,7 @@ class VllmShaped(Engine):
         gate, up = self.memory[f"{layer}.experts.gate_up_proj"][expert].chunk(2, -1)
         (gate if part == "gate" else up).copy_(value)
 
-    def load_adapter(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def load_adapter(self, factors: dict[str, Tensor]) -> None:
         pass
 
     def placement(self) -> dict[str, list[int]]:

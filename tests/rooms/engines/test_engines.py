@@ -26,6 +26,7 @@ from engines.torch_sampler import TorchSampler
 from engines.vllm_engine import VllmEngine
 from facts.exits import InputError
 from knobs import LoraConfig
+from weights.adapter_weights import adapted_modules
 from weights.huggingface import fused_group
 
 # -------------------------------------------------------------------------------------------------------------- engines
@@ -626,13 +627,10 @@ def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
     """
     model, computed, qkv = sampled_models(name), [], torch_decoder.Decoder._qkv
     engine, generator = sampler(model, {7}, dtype=dtype, adapter=LORA), torch.Generator().manual_seed(0)
-    engine.load_adapter(
-        {
-            name: (torch.randn(4, w.shape[1], generator=generator) / 8, torch.randn(len(w), 4, generator=generator) / 8)
-            for name, w in model.tensors.items()
-            if name.endswith("_proj.weight")
-        }
-    )
+    shapes = {}
+    for module in adapted_modules(model.arch, LORA):
+        shapes |= module.factor_shapes()
+    engine.load_adapter({name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()})
     monkeypatch.setattr(
         torch_decoder.Decoder,
         "_qkv",

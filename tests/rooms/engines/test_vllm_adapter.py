@@ -37,6 +37,7 @@ from knobs import LoraConfig
 from parallel_setup import Parallel
 from weight_sync import Push
 from weights import huggingface
+from weights.adapter_weights import adapted_modules
 from weights.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
@@ -161,16 +162,17 @@ def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], mes
     assert re.search(message, found), found
 
 
-WEIGHT = "model.layers.0.self_attn.o_proj.weight"
-
-
 def test_broken_factors_are_refused_and_those_before_stay() -> None:
-    adapter = vllm_adapter.Adapter(LORA, torch.float32)
+    lora = LoraConfig(targets=ALL[1:2], rank=RANK, alpha=ALPHA)
+    adapter = vllm_adapter.Adapter(lora, DENSE_ARCH, torch.float32)
     with pytest.raises(InputError, match="sample: no adapter"):
         adapter.request()
-    taken = torch.zeros(RANK, 6)
-    adapter.take({WEIGHT: (taken, torch.zeros(8, RANK))})
-    taken += 1  # the trainer's tensor changes, the copy does not
-    with pytest.raises(InputError, match="B of .*o_proj.weight has NaN or infinity"):
-        adapter.take({WEIGHT: (torch.ones(RANK, 6), torch.full((8, RANK), torch.nan))})
+    (first, *_), factors = adapted_modules(DENSE_ARCH, lora), {}
+    for module in adapted_modules(DENSE_ARCH, lora):
+        factors |= {name: torch.zeros(shape) for name, shape in module.factor_shapes().items()}
+    adapter.take(factors)
+    factors[f"{first.name}.A"] += 1  # the trainer's tensor changes, the copy does not
+    factors[f"{first.name}.B"].fill_(torch.nan)
+    with pytest.raises(InputError, match="load_adapter: .*o_proj.B has NaN or infinity"):
+        adapter.take(factors)
     assert all(tensor.sum() == 0 for tensor in adapter.tensors.values())
