@@ -177,8 +177,8 @@ class NoiseReport:
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
         self.norms: set[str] = set()  # whose noise was pushed
-        # The numbers of elements and of changed elements, their sum, the sum of their squares, and its variance.
-        self.sums = torch.zeros(5, dtype=torch.float64)
+        self.num_elements = self.num_changed = 0
+        self.sums = torch.zeros(3, dtype=torch.float64)  # of the elements, of their squares, and the latter's variance
 
     def add(self, name: str, noise: Tensor, clean: Tensor) -> None:
         """Add the ``noise`` (h,) on the weight ``clean`` of the norm ``name``."""
@@ -188,31 +188,23 @@ class NoiseReport:
         if clean.dtype is torch.bfloat16:  # jumps on the grid are rare and long, so their fourth moment is larger
             up, down = _grid_steps(clean)
             fourth = torch.where(variance <= up * down, variance * (up**3 + down**3) / (up + down), fourth)
-        of_squares = (fourth - variance**2).sum()
-        moments = [noise.numel(), (noise != 0).sum(), noise.sum(), (noise**2).sum(), of_squares]
-        self.sums += torch.tensor(moments, dtype=torch.float64)
-
-    @property
-    def num_elements(self) -> int:
-        return int(self.sums[0])
-
-    @property
-    def num_changed(self) -> int:
-        return int(self.sums[1])
+        self.num_elements += noise.numel()
+        self.num_changed += int((noise != 0).sum())
+        self.sums += torch.stack([noise.sum(), (noise**2).sum(), (fourth - variance**2).sum()])
 
     @property
     def mean(self) -> float:
-        return self.sums[2].item() / max(1, self.num_elements)
+        return self.sums[0].item() / max(1, self.num_elements)
 
     @property
     def std(self) -> float:
-        mean_square = self.sums[3].item() / max(1, self.num_elements)
+        mean_square = self.sums[1].item() / max(1, self.num_elements)
         return math.sqrt(max(mean_square - self.mean**2, 0.0))  # in this order NaN stays NaN
 
     @property
     def std_error(self) -> float:
         """The standard error of the std, as a share of sigma."""
-        return math.sqrt(self.sums[4].item()) / (2 * self.num_elements * self.sigma**2)
+        return math.sqrt(self.sums[2].item()) / (2 * self.num_elements * self.sigma**2)
 
 
 def check_report(report: NoiseReport, norms: Collection[str], tolerance: float = 0.1) -> None:

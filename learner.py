@@ -22,7 +22,7 @@ import grpo
 from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from inputs import functions
-from inputs.files import first_three, shown
+from inputs.files import first_three
 from knobs import Config
 from lora_megatron import whole_shape
 from model import batches, packing, routing_replay
@@ -391,18 +391,13 @@ class Learner:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
-        steps = counts.get("optimizer_steps")
-        known = type(steps) is int and 0 <= steps < 2**31
-        if known:
-            done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
-            for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
-                self.stale_factors.append(self.policy.copied_factors())
+        steps = counts["optimizer_steps"]  # checkpoint.misfit has compared it with the configuration
+        done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
+        for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
+            self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
-        if not known or tensors.keys() != needed.keys():
-            raise InputError(
-                f"checkpoint: found {', '.join(tensors) or 'no tensors'}, optimizer_steps {shown(steps)}; "
-                f"needed: {', '.join(needed)} and a number of steps"
-            )
+        if tensors.keys() != needed.keys():
+            raise InputError(f"checkpoint: found {', '.join(tensors) or 'no tensors'}; needed: {', '.join(needed)}")
         # scatter compares the names that end as those of the moments
         if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
             raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")

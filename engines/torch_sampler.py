@@ -133,18 +133,24 @@ class TorchSampler(Engine):
             if routes is not None:
                 routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 
-        generated = (tokens >= 0).sum(0).tolist()
-        tokens, logps, answers = tokens.t().tolist(), logps.t().tolist(), []
-        for row, count in enumerate(generated[:rows]):
-            reason = "stop" if tokens[row][count - 1] in self.stop_tokens else "length"
-            answers.append(Completion(tokens[row][:count], logps[row][:count], reason))
+        answers = self._answers(tokens[:, :rows], logps[:, :rows])
         if routes is not None:
             routes, prompt_routes = routes.cpu(), prompt_routes.cpu()
             for row, answer in enumerate(answers):
                 prompt = row // num_samples
                 of_prompt = prompt_routes[prompt, : len(prompts[prompt])]
-                answer.routed_experts = torch.cat([of_prompt, routes[: generated[row] - 1, row]]).numpy()
-        if fault := fault_of_log_probs([answers], decoder.dtype):
+                of_answer = routes[: len(answer.tokens) - 1, row]
+                answer.routed_experts = torch.cat([of_prompt, of_answer]).numpy()
+        return answers
+
+    def _answers(self, tokens: Tensor, logps: Tensor) -> list[Completion]:
+        """A completion for each row of sampled tokens, which are -1 after its end.  (N, R) twice"""
+        answers = []
+        generated = (tokens >= 0).sum(0).tolist()
+        for count, row_tokens, row_logps in zip(generated, tokens.t().tolist(), logps.t().tolist(), strict=True):
+            reason = "stop" if row_tokens[count - 1] in self.stop_tokens else "length"
+            answers.append(Completion(row_tokens[:count], row_logps[:count], reason))
+        if fault := fault_of_log_probs([answers], self.decoder.dtype):
             raise InputError(fault)
         return answers
 
