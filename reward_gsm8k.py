@@ -98,7 +98,8 @@ def extract(response: str, method: str = "strict") -> str | None:
     if method == "base_acc":
         return _boxed_answer(response)
     if method == "math":  # which tasks/math_answers.py compares
-        return last_boxed(response)
+        complete = boxes(response)
+        return complete[-1].content if complete else None
     if method not in METHODS:
         raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
     pattern, part, which, without_commas = SEARCHES[method]
@@ -106,12 +107,6 @@ def extract(response: str, method: str = "strict") -> str | None:
     if not found:
         return None
     return found[which].replace(",", "") if without_commas else found[which]
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last complete box; None without one."""
-    found = boxes(text)
-    return found[-1].content if found else None
 
 
 class Box(NamedTuple):

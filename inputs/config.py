@@ -217,14 +217,10 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
 def unknown_checks(checks: ChecksConfig) -> list[str]:
     """A message for each name in checks.warn and checks.off that no check of run/tripwires.py has."""
     return [
-        f"checks.warn, checks.off: {name!r} is no check; nearest: {_nearest_check(name)}"
+        f"checks.warn, checks.off: {name!r} is no check; nearest: {difflib.get_close_matches(name, CHECKS, 1, 0)[0]}"
         for name in (*checks.warn, *checks.off)
         if name not in CHECKS
     ]
-
-
-def _nearest_check(name: str) -> str:
-    return difflib.get_close_matches(name, CHECKS, n=1, cutoff=0)[0]
 
 
 def _suggestion(name: str, section: str) -> str:

@@ -227,15 +227,6 @@ def test_environment_of_an_install_that_was_killed_is_made_anew(checkout: Checko
     assert checkout.calls("-m venv") and not (checkout.root / ".venv" / "half a package").exists()
 
 
-def test_two_scripts_at_once_install_once(checkout: Checkout) -> None:
-    started = [checkout.start("run_cpu.sh", STUB_PIP_SECONDS="0.3") for _ in range(2)]
-    outputs = [process.communicate(timeout=30)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert len(checkout.calls("-m venv")) == 1 and len(checkout.calls("pip install")) == 2
-    assert len(checkout.calls("pip check")) == 1
-    assert sum("waiting: another set-up" in output for output in outputs) == 1
-
-
 def test_folder_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -> None:
     (checkout.root / "mine").mkdir()
     (checkout.root / "mine" / "thesis").touch()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -303,25 +303,6 @@ def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, undisturbe
     (run,) = (tmp_path / "out").glob("tiny-*")
     assert (run / "resume-1").exists(), text
     assert training.metrics(run) == undisturbed
-
-
-@pytest.mark.ci
-@pytest.mark.slow
-def test_torchrun_restarts_a_lost_process_that_it_has_executed(model, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv(launched.NEW_STORE, "1")
-    words = ("tests/support/faulty_train.py", configuration(model, tmp_path))
-    with meeting() as nodes, ExitStack() as stack:
-        started = []
-        for number, options in enumerate(nodes):
-            options.append("--max-restarts=1")
-            launch = launched.launch(1, *words, log=tmp_path / f"{number}.log", meet=options)
-            started.append(stack.enter_context(launch))
-        codes = [launch.wait() for launch in started]
-        text = "".join(launch.text for launch in started)
-    assert codes == [0, 0], text
-    (run,) = (tmp_path / "out").glob("tiny-*")
-    assert (run / "resume-1").exists(), text
-    assert [row["step"] for row in training.metrics(run)] == [1, 2, 3]
 
 
 @pytest.mark.ci

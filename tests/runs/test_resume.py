@@ -208,31 +208,25 @@ def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(
 
 
 def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_accepted(model, tmp_path) -> None:
-    """A bit of a weight, a chat template that was not there, and a question are changed after the first step."""
+    """A bit of a weight, and a chat template that was not there, are changed after the first step."""
     shutil.copytree(model, tmp_path / "model")
-    for split, first in (("train", 1), ("test", 50)):
-        rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 12)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = {f"data__{split}_path": f"{tmp_path}/{split}.jsonl" for split in ("train", "test")}
-    changes = {"data__source": "gsm8k", "data__num_train": 0, "train__steps": 2, "train__checkpoint_every": 1}
-    cfg = training.config(tmp_path / "model", tmp_path / "out", **paths, **changes)
+    cfg = training.config(tmp_path / "model", tmp_path / "out", train__steps=2, train__checkpoint_every=1)
     run = training.run_all({"": ("TP1", cfg)})[""]
     (run / "finished.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-000002")
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
 
-    changed = [tmp_path / name for name in ("model/chat_template.jinja", "model/model.safetensors", "train.jsonl")]
-    template, weights, questions = changed
-    was = ["not there", sha256_file(weights), sha256_file(questions)]
+    changed = [tmp_path / name for name in ("model/chat_template.jinja", "model/model.safetensors")]
+    template, weights = changed
+    was = ["not there", sha256_file(weights)]
     template.write_text("{{ messages[0]['content'] }} is")
     flip_a_bit(weights)
-    questions.write_text(questions.read_text().replace("What is 3 +", "What is 30 +"))
     lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
     for path, before, line in zip(changed, was, lines, strict=True):
         assert line.startswith(f"{path}: when {run}") and before in line and sha256_file(path) in line
     before = contents(run)
     code, text = command(tmp_path / "config.yaml")
-    assert code == 2 and text.count("\n") == 1 and f"{lines[0]} (and 2 more)" in text, text
+    assert code == 2 and text.count("\n") == 1 and f"{lines[0]} (and 1 more)" in text, text
     assert command(tmp_path / "config.yaml", f"train.resume={run}", "--check") == (code, text)
     assert contents(run) == before
 
