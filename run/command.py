@@ -8,6 +8,7 @@ import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
 from inputs.files import MOST_RANKS, one_line
+from inputs.rules import side_of
 from knobs import Config
 from plan import doctor
 from run import check, opening, sampling_ranks
@@ -20,13 +21,12 @@ from tasks.scoring import Scorer
 from weights import tiny_model
 
 
-def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -> None:
-    """Check the input, start the device, join the other ranks, and ``train``. A command says how to continue it."""
+def start(cfg: Config, train: Callable[[Run], None]) -> None:
+    """Check the input, start the device, join the other ranks, and ``train``."""
     log = RunLog(cfg, parallel_setup.launched_rank())
     bridge = Bridge(cfg) if cfg.rollout.ranks else None
     heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
-    if is_command:
-        progress.end_on_signals(log.reached, log.note)
+    progress.end_on_signals(log.reached, log.note)
     scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
     try:
         parallel_setup.start_device(cfg)
@@ -36,19 +36,19 @@ def start(cfg: Config, train: Callable[[Run], None], is_command: bool = False) -
         check.check_answers(cfg, scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the settings")
-        side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
+        side = side_of(cfg, ranks, parallel_setup.launched_rank())
         with contextlib.ExitStack() as world:
             with heartbeat.waiting():
-                device = world.enter_context(parallel_setup.open_world(cfg, side))
-            if cfg.tiny_model is not None and not samples:
+                device = world.enter_context(parallel_setup.open_world(cfg, side if side.name else None))
+            if cfg.tiny_model is not None and side.name != "samplers":
                 tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, heartbeat.beat)
             if bridge:
                 with heartbeat.waiting():
                     bridge.open(heartbeat)
-            parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
+            parallel = parallel_setup.open_layout(side.cfg.parallel, device)
             heartbeat.beat("the meeting of all ranks")
             inputs = check.read_inputs(cfg, arch, scorer, heartbeat.beat)
-            if bridge and samples:
+            if bridge and side.name == "samplers":
                 sampling_ranks.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
             else:
                 train(opening.open_run(cfg, parallel, heartbeat, inputs, bridge))
@@ -86,7 +86,7 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
             print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
         else:
             trains = True
-            start(cfg, train, is_command=True)
+            start(cfg, train)
     except Tripped as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return error.exit_code

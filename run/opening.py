@@ -221,15 +221,13 @@ def open_run(
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     tripwires.state(first_step, lambda: policy.unequal(frozen=True))
     if bridge:
-        sampler, shared_bytes = Apart(cfg, parallel, inputs, learner, bridge), 0
+        sampler = Apart(cfg, parallel, inputs, learner, bridge)
         policy.model.to(parallel.device)
         sampler.start(first_step, read)
     else:
         sampler = Sampler(cfg, inputs, policy, heartbeat, learner.sampling_policy)
-        shared_bytes = sampler.push_policy.shared_bytes
     log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
-    held = f"share {shared_bytes / 2**30:.3g} GiB of" if shared_bytes else "each hold their own"
-    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\ntrainer and sampler {held} experts\n{LEGEND}")
+    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\n{LEGEND}")
     return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
 
 
