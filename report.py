@@ -103,13 +103,13 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
     return compare(results, [record.id, str(repeated)])
 
 
-def repeat(a: Record, b: Record) -> tuple[str, int] | None:
-    """How a run and its repeat compare, and the exit code; None when another configuration or layout was run.
+def repeat(a: Record, b: Record) -> tuple[str, int]:
+    """How a run and its repeat compare, and the exit code; nothing if another configuration or layout was run.
 
     On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
-    if a.config_hash != b.config_hash or a.ranks != b.ranks or a.fault != b.fault:
-        return None
+    if a.config_hash != b.config_hash or a.settings != b.settings:
+        return "", 0
     compared = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
     differ = [file for file in compared if a.files.get(file) != b.files.get(file)]
     if not differ:
@@ -123,6 +123,7 @@ def repeat(a: Record, b: Record) -> tuple[str, int] | None:
         "versions of packages": packages[0] != packages[1],
         "environment variables": old["variables"] != new["variables"],
         f"commits {a.commit[:7]}, {b.commit[:7]}": a.commit != b.commit,
+        "changes of the source": a.files.get("git.patch") != b.files.get("git.patch"),
         "other model or data files": a.inputs != b.inputs,
     }
     named = ", ".join(differ)
@@ -134,23 +135,26 @@ def repeat(a: Record, b: Record) -> tuple[str, int] | None:
 # --------------------------------------------------------------------------------------------------------- comparisons
 
 
-def find(results: Path, name: str) -> tuple["pandas.DataFrame", list[Record]]:
-    """The steps and records of what ``name`` names: a record, a variant, the folder of a run, or that of a sweep."""
+def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record]]:
+    """What ``name`` names: a record, a variant, the folder of a run, or that of a sweep.
+
+    Its steps, and one record of each of its variants.
+    """
     folder = Path(name)
+    if (folder / "sweep.json").exists():
+        runs = records.of_sweep(folder)
+        return records.frame(runs), {run.record.variant: run.record for run in runs}
     if (folder / "finished.json").exists():
         run = records.read_run(folder, to_keep=False)
-        return records.frame([run]).assign(variant=name), [run.record]
-    if folder.is_dir():
-        runs = records.of_sweep(folder)
-        return records.frame(runs), [run.record for run in runs]
+        return records.frame([run]).assign(variant=name), {name: run.record}
     steps = records.load(results)
-    there = records.records_of(steps)
-    if name in there:
-        return steps[steps["id"] == name].assign(variant=name), [there[name]]
-    if chosen := [record for record in there.values() if record.variant == name]:
-        return steps[steps["variant"] == name], chosen
-    known = first_names({record.variant: None for record in there.values()})
-    raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
+    there = records.records_of(steps).values()
+    chosen = [record for record in there if name in (record.id, record.variant)]
+    if not chosen:
+        known = first_names({record.variant: None for record in there})
+        raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
+    ids = [record.id for record in chosen]
+    return steps[steps["id"].isin(ids)].assign(variant=name), {name: chosen[0]}
 
 
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
@@ -160,25 +164,27 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
     """
     import pandas
 
-    found = [find(results, name) for name in names]
-    steps = pandas.concat([each for each, _ in found])
-    kind = kind or ("sampled" if steps.get("eval/sampled_accuracy", pandas.Series()).notna().any() else "greedy")
-    base, *others = dict.fromkeys(steps["variant"])
+    tables = []
+    variants: dict[str, Record] = {}
+    for name in names:
+        table, found = find(results, name)
+        tables.append(table)
+        variants |= found
+    steps = pandas.concat(tables)
+    base, *others = variants
     if not others:
-        raise InputError(
-            f"compare: found {base}; needed: two different records, variants, runs, or variants of a sweep"
-        )
-    runs = {record.id: record for _, each in found for record in each}
-    by_variant = {variant: runs[own.iloc[0]] for variant, own in steps.groupby("variant")["id"]}
-    if len(names) == 2 and steps.groupby("variant")["id"].nunique().eq(1).all():
-        if repeated := repeat(found[0][1][0], found[1][1][0]):
-            print(repeated[0])
-            if repeated[1] or repeated[0].startswith("same"):
-                return repeated[1]
+        raise InputError(f"compare: found {base}; needed: two different records, variants, runs, or those of a sweep")
+    if len(variants) == 2 and steps.groupby("variant")["id"].nunique().eq(1).all():
+        said, code = repeat(*variants.values())
+        if said:
+            print(said)
+        if code or said.startswith("same"):
+            return code
+    kind = kind or ("sampled" if steps.get("eval/sampled_accuracy", pandas.Series()).notna().any() else "greedy")
     entries = tuple(comparisons.Entry(method=name, base=base, title=name) for name in others)
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
     for one in comparisons.of_family(comparisons.scores(steps, kind), family, list(entries), False):
-        changed = records.differing(by_variant[base], by_variant[one.entry.method])
+        changed = records.differing(variants[base], variants[one.entry.method])
         print(f"{one.entry.method} against {base}: {'; '.join(changed) or 'same settings'}")
         if one.effect.seeds < comparisons.MIN_SEEDS:
             seeds = f"{one.effect.seeds} of {comparisons.MIN_SEEDS} paired seeds, which decide nothing"
@@ -192,10 +198,11 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 # ------------------------------------------------------------------------------------------------------------ checking
 
 
-def check(results: Path, page: Path, revision: str) -> int:
+def check(results: Path, revision: str) -> int:
     """Print every fault of the records and the pages.  -> exit code"""
-    faults = changed_records(results, revision) + pages.stale(results, page)
-    print("\n".join(faults) or f"{page}: what the records in {results} say", file=sys.stderr if faults else sys.stdout)
+    faults = changed_records(results, revision) + pages.stale(results)
+    said = "\n".join(faults) or f"{results.parent / 'RESULTS.md'}: what the records in {results} say"
+    print(said, file=sys.stderr if faults else sys.stdout)
     return int(bool(faults))
 
 
@@ -228,24 +235,35 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
     parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
-    parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
     adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
-    verbs.add_parser("build", help="write RESULTS.md, the pages beside it, the figures, and the tree of README.md")
+    adding.set_defaults(
+        act=lambda args: print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
+    )
+    building = verbs.add_parser(
+        "build", help="write RESULTS.md, the pages beside it, figures, and the tree of README.md"
+    )
+    building.set_defaults(act=lambda args: pages.build(args.results))
     repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
     repeating.add_argument("id")
     repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")
+    repeating.set_defaults(act=lambda args: rerun(args.results, records.load_record(args.results, args.id), args.run))
     restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
     restoring.add_argument("id")
     restoring.add_argument("folder", type=Path)
+    restoring.set_defaults(
+        act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
+    )
     showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
     showing.add_argument("run", type=Path, metavar="out/RUN")
     showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
+    showing.set_defaults(act=lambda args: print(show.show(args.run, args.step)))
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
+    comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None):
         parser.error("one of the commands, or --check alone")
@@ -256,30 +274,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @command
 def main(arguments: list[str]) -> int:
+    args = parse(arguments)
     try:
-        return act(parse(arguments))
+        if args.check:
+            return check(args.results, args.against)
+        return args.act(args) or 0
     except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
         package = (error.name or "a package").split(".")[0]
         needed = "pip install --no-deps -r requirements/report.txt"
         raise InputError(f"report.py: {package} is not installed; needed: {needed}") from None
-
-
-def act(args: argparse.Namespace) -> int:
-    if args.check:
-        return check(args.results, args.page, args.against)
-    if args.verb == "build":
-        pages.build(args.results, args.page)
-    elif args.verb == "add":
-        print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
-    elif args.verb == "weights":
-        records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
-    elif args.verb == "rerun":
-        return rerun(args.results, records.load_record(args.results, args.id), args.run)
-    elif args.verb == "show":
-        print(show.show(args.run, args.step))
-    elif args.verb == "compare":
-        return compare(args.results, args.names, args.kind)
-    return 0
 
 
 if __name__ == "__main__":

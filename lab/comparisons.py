@@ -6,6 +6,7 @@ their runs; a prediction is met, not met or undecided, and without its controls 
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,9 +26,8 @@ KINDS = {
     "sampled": ("eval/sampled_accuracy", False),
     "greedy": ("eval/greedy_accuracy", False),
     "curve": ("eval/sampled_accuracy", True),
-    "reward": ("reward/mean", True),
 }
-Kind = Literal["sampled", "greedy", "curve", "reward"]
+Kind = Literal["sampled", "greedy", "curve"]
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -82,7 +82,7 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float, float, float]:
-    """The share of a loss that a correction gives back, and its 95 % interval: percentiles of 10,000 bootstrap draws.
+    """The share of a loss that a correction gives back, in %, and its 95 % interval (10,000 bootstrap draws).
 
     The differences by seed of the variant that loses, and of the correction against it.
     """
@@ -91,7 +91,7 @@ def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float
     pairs = pandas.concat([loss, back], axis=1).dropna().to_numpy()
     drawn = pairs[np.random.default_rng(0).integers(len(pairs), size=(10_000, len(pairs)))].mean(1)
     low, high = np.quantile(-drawn[:, 1] / drawn[:, 0], [0.025, 0.975])
-    return float(-pairs[:, 1].mean() / pairs[:, 0].mean()), float(low), float(high)
+    return -100 * pairs[:, 1].mean() / pairs[:, 0].mean(), 100 * low, 100 * high
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -143,14 +143,14 @@ class Finding(Planned):
 class Plan(Planned):
     """results/plan.yaml"""
 
-    findings: tuple[Finding, ...] = ()
-    sections: dict[str, str] = {}  # heading of RESULTS.md -> its paragraph
-    curves: dict[str, str] = {}  # variant -> its label in the figure
-    families: tuple[Family, ...] = ()
+    findings: tuple[Finding, ...]
+    sections: dict[str, str]  # heading of RESULTS.md -> its paragraph
+    curves: dict[str, str]  # variant -> its label in the figure
+    families: tuple[Family, ...]
 
 
 def read_plan(path: Path) -> Plan:
-    plan = validated(Plan, read_file(path) if path.exists() else {}, path)
+    plan = validated(Plan, read_file(path), path)
     controls = {entry.method for family in plan.families for entry in family.controls}
     for family in plan.families:
         if wrong := {*family.control, *(name for entry in family.entries for name in entry.control)} - controls:
@@ -163,7 +163,8 @@ def read_plan(path: Path) -> Plan:
 # -------------------------------------------------------------------------------------------------------- comparisons
 
 
-class Comparison(NamedTuple):
+@dataclass
+class Comparison:
     entry: Entry
     family: Family
     is_control: bool
@@ -171,7 +172,8 @@ class Comparison(NamedTuple):
     effect: Effect
     p: float  # corrected
     found: str  # equal, larger, smaller or undecided
-    outcome: str  # of the prediction
+    outcome: str = ""  # of the prediction
+    share: tuple[float, float, float] | None = None  # of a loss that this correction gives back, %, with its interval
 
     @property
     def said(self) -> str:
@@ -194,13 +196,13 @@ def scores(steps: "pandas.DataFrame", kind: str) -> Scores:
     """The outcome of each run. InputError if no run has it."""
     column, along = KINDS[kind]
     measured = steps[steps[column].notna()] if column in steps else steps[:0]
-    if along and column.startswith("eval/"):
+    if along:
         measured = measured[measured["step"] > 0]
     if measured.empty:
         raise InputError(f"--kind {kind}: no run has {column}; needed: one of {', '.join(KINDS)}")
     grouped = measured.sort_values("step").groupby(["variant", "seed"])
     outcome = grouped[column].mean() if along else grouped[column].last()
-    questions = grouped["eval/num_questions"].last().astype(str) if column.startswith("eval/") else ""
+    questions = grouped["eval/num_questions"].last().astype(str)
     evaluated = grouped["step"].agg(lambda found: str(found.tolist() if along else found.max()))
     return Scores(outcome.unstack(), (evaluated + questions).unstack())
 
@@ -222,7 +224,14 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
         for group, is_control in [*((group, False) for group in groups), (list(family.controls), True)]:
             made += of_family(tables[family.kind], family, group, is_control)
     good = {one.entry.method for one in made if one.is_control and one.found == one.entry.predicted}
-    return [one._replace(outcome=_outcome(one, good)) for one in made]
+    for one in made:
+        one.outcome = _outcome(one, good)
+    stated = [one for one in made if one.family.mismatch and not one.is_control and not one.is_withheld]
+    lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
+    for one in stated:
+        if loss := lost.get(one.entry.base):
+            one.share = share_recovered(loss.differences, one.differences)
+    return made
 
 
 def of_family(found: Scores, family: Family, entries: list[Entry], is_control: bool) -> list[Comparison]:
@@ -248,7 +257,7 @@ def of_family(found: Scores, family: Family, entries: list[Entry], is_control: b
     known = [1.0 if math.isnan(one.p) else one.p for one in effects]
     corrected = holm(known + [1.0] * (len(entries) - len(known)))
     return [
-        Comparison(entry, family, is_control, each, one, p, verdict(one, p, family.margin), "")
+        Comparison(entry, family, is_control, each, one, p, verdict(one, p, family.margin))
         for entry, each, one, p in zip(ready, by_seed, effects, corrected, strict=False)
     ]
 
@@ -271,10 +280,3 @@ def _outcome(one: Comparison, good: set[str]) -> str:
     if not one.entry.predicted or one.found == one.entry.predicted:
         return "met" if one.entry.predicted else one.said
     return one.found if one.found == "undecided" else f"not met: {one.said}"
-
-
-def losses(made: list[Comparison]) -> list[tuple[Comparison, Comparison]]:
-    """(a loss by a mismatch, a correction of it): comparisons whose base was found to lose in another comparison."""
-    stated = [one for one in made if one.family.mismatch and not one.is_control and not one.is_withheld]
-    lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
-    return [(lost[one.entry.base], one) for one in stated if one.entry.base in lost]

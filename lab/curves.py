@@ -57,7 +57,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
 
 def draw_panel(axes: Any, key: str, curve: Curve) -> None:
-    """Draw one metric. A step without a value is a gap in the line, and a value between two gaps is a point."""
+    """Draw one metric. A step without a value is a gap in the line; small points show a value between two gaps."""
     import numpy
     import pandas
 
@@ -68,14 +68,12 @@ def draw_panel(axes: Any, key: str, curve: Curve) -> None:
     if logarithmic:
         measured = measured.where(measured > 0)
     if key.endswith("_accuracy"):
-        points = measured
+        axes.plot(measured, color=COLOR, marker="o", ms=4, ls="", alpha=0.8)
     else:
         values = measured.reindex(range(measured.index[0], measured.index[-1] + 1))
         smooth = values.rolling(max(1, len(values) // 20), center=True, min_periods=1).mean().where(values.notna())
-        axes.plot(values, color=COLOR, lw=0.7, alpha=0.35)
+        axes.plot(values, color=COLOR, lw=0.7, marker="o", ms=2, alpha=0.35)
         axes.plot(smooth, color=COLOR, lw=2)
-        points = values[values.shift().isna() & values.shift(-1).isna()]
-    axes.plot(points, color=COLOR, marker="o", ms=4, ls="", alpha=0.8)
     if logarithmic:  # whole decades, so that noise within one decade does not fill the panel
         axes.set_yscale("log")
         low, high = numpy.log10(axes.get_ylim())

@@ -15,38 +15,42 @@ if TYPE_CHECKING:
     import pandas
 
 BEGIN, END = "<!-- report.py build writes the text below -->", "<!-- report.py build writes the text above -->"
-FIGURES = {"curves": "figures/learning_curves.png", "recovered": "figures/recovered.png"}
+CURVES, RECOVERED = "figures/learning_curves.png", "figures/recovered.png"  # in the folder of the records
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 
 
-def build(results: Path, page: Path) -> None:
+def build(results: Path) -> None:
     """Write the pages and the figures; InputError without records."""
-    plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
-    made = comparisons.compare(steps, plan)
-    for path, text in wanted(results, page, plan, steps, made).items():
+    plan, steps, made = read(results)
+    for path, text in wanted(results, plan, steps, made).items():
         write_atomically(path, text)
     (results / "figures").mkdir(exist_ok=True)
-    for name, draw in (("curves", lambda: learning_curves(plan, steps)), ("recovered", lambda: recovered(made))):
-        if (figure := draw()) is not None:
-            figure.savefig(results / FIGURES[name], dpi=110)
+    learning_curves(plan, steps, results / CURVES)
+    recovered(made, results / RECOVERED)
 
 
-def stale(results: Path, page: Path) -> list[str]:
+def stale(results: Path) -> list[str]:
     """One sentence for each page that is not what the records, or the docstrings of the code, say."""
-    plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
-    pages = wanted(results, page, plan, steps, comparisons.compare(steps, plan))
-    edited = [path for path, text in pages.items() if read_text(path) != text]
+    edited = [path for path, text in wanted(results, *read(results)).items() if read_text(path) != text]
     return [f"{path}: not what report.py build writes; needed: report.py build" for path in edited]
 
 
-def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
+def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
+    """The plan, the steps of all records, and the comparisons."""
+    plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
+    return plan, steps, comparisons.compare(steps, plan)
+
+
+def wanted(results: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
     """Path -> text of each page, with what follows from the records between its two marks."""
+    root = results.parent
+    page = root / "RESULTS.md"
     generated = {
         page: results_page(plan, made, steps),
-        page.parent / "docs" / "benchmark.md": benchmark_page(plan, made),
+        root / "docs" / "benchmark.md": benchmark_page(made),
         results / "README.md": files_table(steps),
-        page.parent / "README.md": tree(page.parent),
-        page.parent / "README.zh.md": tree(page.parent),
+        root / "README.md": tree(root),
+        root / "README.zh.md": tree(root),
     }
     return {path: _between_marks(path, text) for path, text in generated.items() if path == page or path.exists()}
 
@@ -60,7 +64,9 @@ def _between_marks(path: Path, generated: str) -> str:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """A Markdown table; the keys of the first row are its head."""
+    """A Markdown table; the keys of the first row are its head. Empty without rows."""
+    if not rows:
+        return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -70,31 +76,27 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
     """What was found; the comparisons of each section; those that are not as predicted, withheld or stopped."""
-    losses = comparisons.losses(made)
-    shares = {back.entry: _share(loss, back) for loss, back in losses}
-    findings = [finding_row(one, made, steps, shares) for one in plan.findings]
-    parts = ["## What was found", table(findings)] if findings else []
-    pictures = [f"![Learning curves](results/{FIGURES['curves']})"] if plan.curves else []
-    pictures += [f"![Shares of losses that come back](results/{FIGURES['recovered']})"] if losses else []
-    parts += ["\n".join(pictures)] if pictures else []
+    parts = [
+        "## What was found",
+        table([finding_row(one, made, steps) for one in plan.findings]),
+        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})",
+    ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]
-        shown = [one for one in own if one.outcome == "met" or not one.entry.predicted]
-        parts += [f"## {section}", text]
-        parts += [table([comparison_row(one, shares) for one in shown])] if shown else []
-    open_ = [one for one in made if one.outcome != "met" and one.entry.predicted and not one.is_control]
-    rows = [(_named(one.entry), one.entry.predicted, one.outcome, str(one.effect)) for one in open_]
-    planned = [entry for family in plan.families for entry in (*family.entries, *family.controls)]
-    rows += [(_named(entry), entry.predicted, entry.missing, "") for entry in planned if entry.missing]
-    head = ("comparison", "predicted", "found", "points (95 % interval)")
-    others = [dict(zip(head, row, strict=True)) for row in rows]
-    parts += ["## Not as predicted, withheld, or stopped", table(others)] if others else []
-    return "\n\n".join(parts)
+        shown = [comparison_row(one) for one in own if one.outcome == "met" or not one.entry.predicted]
+        parts += [f"## {section}", text, table(shown)]
+    others = [
+        other_row(one.entry, one.outcome, str(one.effect))
+        for one in made
+        if one.outcome != "met" and one.entry.predicted and not one.is_control
+    ]
+    for family in plan.families:
+        others += [other_row(entry, entry.missing) for entry in family.entries + family.controls if entry.missing]
+    parts += ["## Not as predicted, withheld, or stopped", table(others)]
+    return "\n\n".join(filter(None, parts))
 
 
-def finding_row(
-    finding: Finding, made: list[Comparison], steps: "pandas.DataFrame", shares: dict[Entry, str]
-) -> dict[str, str]:
+def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFrame") -> dict[str, str]:
     """A question, its answer in words, and the numbers behind it; InputError for a variant without records."""
     points, seeds = "", ""
     if finding.gain:
@@ -106,46 +108,47 @@ def finding_row(
         if not found:
             raise InputError(f"findings: {finding.method}: no comparison with records and found controls")
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
-        if share := shares.get(found[0].entry):
-            points += f"; {share} of the loss"
+        if found[0].share:
+            points += f"; {_share(found[0])} of the loss"
     return {"asked": finding.asked, "answer": finding.answer, "points (95 % interval)": points, "seeds": seeds}
 
 
-def _named(entry: Entry) -> str:
-    return f"{entry.title} (`{entry.method}` against `{entry.base}`)"
+def other_row(entry: Entry, found: str, points: str = "") -> dict[str, str]:
+    return {
+        "comparison": f"{entry.title} (`{entry.method}` against `{entry.base}`)",
+        "predicted": entry.predicted,
+        "found": found,
+        "points (95 % interval)": points,
+    }
 
 
-def comparison_row(one: Comparison, shares: dict[Entry, str]) -> dict[str, str]:
+def comparison_row(one: Comparison) -> dict[str, str]:
     return {
         "comparison": one.entry.title,
         "against": f"`{one.entry.base}`",
         "seeds": str(one.effect.seeds),
         "points (95 % interval)": str(one.effect),
         "outcome": f"{one.said}, as predicted" if one.entry.predicted else one.said,
-        "of the loss given back": shares.get(one.entry, ""),
+        "of the loss given back": _share(one),
     }
 
 
-def _share(loss: Comparison, back: Comparison) -> str:
-    """The share of a loss that a correction gives back, with its interval."""
-    share, low, high = (100 * x for x in comparisons.share_recovered(loss.differences, back.differences))
-    return f"{share:.0f} % ({low:.0f} to {high:.0f})"
+def _share(one: Comparison) -> str:
+    """The share of a loss that a correction gives back, with its interval; empty for any other comparison."""
+    return "{:.0f} % ({:.0f} to {:.0f})".format(*one.share) if one.share else ""
 
 
 # ---------------------------------------------------------------------------------------------- pages beside RESULTS.md
 
 
-def benchmark_page(plan: Plan, made: list[Comparison]) -> str:
+def benchmark_page(made: list[Comparison]) -> str:
     """Every announced comparison, by family."""
     announced = [one for one in made if not one.is_control and one.entry.predicted]
     met = sum(one.outcome == "met" for one in announced)
-    if not made:
-        return "No record yet."
     return f"{met} of {len(announced)} predictions were met.\n\n{table([full_row(one) for one in made])}"
 
 
 def full_row(one: Comparison) -> dict[str, str]:
-    detectable = f"{one.effect.detectable:.1f}"
     return {
         "family": f"controls of {one.family.name}" if one.is_control else one.family.name,
         "comparison": one.entry.title,
@@ -154,7 +157,7 @@ def full_row(one: Comparison) -> dict[str, str]:
         "seeds": str(one.effect.seeds),
         "points (95 % interval)": str(one.effect),
         "p (Holm)": f"{one.p:.2g}",
-        "detectable": detectable,
+        "detectable": f"{one.effect.detectable:.1f}",
         "predicted": one.entry.predicted,
         "outcome": one.outcome,
     }
@@ -206,7 +209,7 @@ def docstring(source: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def learning_curves(plan: Plan, steps: "pandas.DataFrame") -> Any:
+def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
     """The held-out accuracy of the variants of `curves`, means over seeds, each named at its end; a panel a length.
 
     Where a run was evaluated at its ends only, a thin line between them has the training reward.
@@ -217,8 +220,6 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame") -> Any:
     means = 100 * measured.groupby(["variant", "step"])["eval/sampled_accuracy"].mean()
     lengths = means.reset_index().groupby("variant")["step"].max()
     panels = sorted(set(lengths), reverse=True)
-    if not panels:
-        return None
     figure = matplotlib.figure.Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for place, length in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), place + 1)
@@ -240,19 +241,14 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame") -> Any:
         axes.set_ylabel("right sampled answers to held-out questions, %")
         axes.set_ylim(0)
         _finish(axes)
-    return figure
+    figure.savefig(path, dpi=110)
 
 
-def recovered(made: list[Comparison]) -> Any:
+def recovered(made: list[Comparison], path: Path) -> None:
     """The share of each loss by a mismatch that each correction gives back, with its interval."""
     import matplotlib.figure
 
-    shares = {
-        back.entry.title: tuple(100 * x for x in comparisons.share_recovered(loss.differences, back.differences))
-        for loss, back in comparisons.losses(made)
-    }
-    if not shares:
-        return None
+    shares = {one.entry.title: one.share for one in made if one.share}
     ordered = sorted(shares.items(), key=lambda each: each[1])
     figure = matplotlib.figure.Figure(figsize=(8, 0.32 * len(ordered) + 1.1), layout="constrained")
     axes = figure.subplots()
@@ -265,7 +261,7 @@ def recovered(made: list[Comparison]) -> Any:
     axes.set_title("Blue: it helps. Grey: no effect was shown. Orange: it harms.", loc="left", fontsize=9)
     axes.set_xlabel("share of the loss that is given back, %; 95 % interval")
     _finish(axes)
-    return figure
+    figure.savefig(path, dpi=110)
 
 
 def _finish(axes: Any) -> None:

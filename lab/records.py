@@ -5,7 +5,6 @@ row also says how it was made, in the columns record/*; lists and mappings are J
 away shows in git (report.py --check). This needs no torch.
 """
 
-import hashlib
 import itertools
 import json
 import re
@@ -28,8 +27,7 @@ PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
 # Settings that differ between the seeds of a variant, and settings that do not change the result.
 SEEDS = {"name", "train.seed", "tiny_model.seed", "data.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
-STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, with two exceptions: diagnostics of its machine
-EXCEPTIONS = {"timing/step_s", "sync/probe_gap"}
+STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, all but timing/step_s: diagnostics of its machine
 WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
 
 
@@ -81,10 +79,6 @@ class Record(NamedTuple):
         return variant_name(self.id)
 
     @property
-    def ranks(self) -> int:
-        return self.environment["world_size"]
-
-    @property
     def fault(self) -> str:
         """The fault that was planted into the run on purpose; empty for any other run."""
         return planted_fault(self.command)
@@ -94,7 +88,7 @@ class Record(NamedTuple):
         """What all seeds of a variant share."""
         dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in self.config else set())
         own = {key: value for key, value in flatten(self.config).items() if key not in dropped}
-        return own | {"ranks": self.ranks} | ({"planted fault": self.fault} if self.fault else {})
+        return own | {"ranks": self.environment["world_size"]} | ({"planted fault": self.fault} if self.fault else {})
 
 
 class Run(NamedTuple):
@@ -107,11 +101,10 @@ class Run(NamedTuple):
 # ------------------------------------------------------------------------------------------------- the folder of a run
 
 
-def read_run(folder: Path, name: str = "", to_keep: bool = True) -> Run:
+def read_run(folder: Path, to_keep: bool = True) -> Run:
     """The finished run in ``folder``. InputError if it has not ended or was altered afterwards.
 
-    ``to_keep``: also unless it is one of one clean commit, whose text names no private path. Otherwise a checksum of
-    the changed source stands for the commit. ``name``: the id in place of the run's own name.
+    ``to_keep``: also unless it is one of one clean commit, whose text names no private path.
     """
     if not (folder / "finished.json").exists():
         raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
@@ -123,15 +116,14 @@ def read_run(folder: Path, name: str = "", to_keep: bool = True) -> Run:
     for start, *origin in zip(starts, git, inputs, strict=True):
         if origin != [git[0], inputs[0]]:
             raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
-    clean, commit = git[0].get("dirty") is False, str(git[0].get("commit"))
-    if to_keep and not clean:
+    if to_keep and git[0].get("dirty") is not False:
         raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
     try:
         config = read_file(folder / "config.yaml")
         record = Record(
-            id=name or str(config["name"]),
+            id=str(config["name"]),
             seed=config["train"]["seed"],
-            commit=commit if clean else hashlib.sha1((commit + read_text(folder / "git.patch")).encode()).hexdigest(),
+            commit=str(git[0].get("commit")),
             date=_date(folder),
             command=read_text(folder / "command.txt").strip(),
             result=finished.get("result", ""),
@@ -168,7 +160,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
         for line in read_lines(folder / f"{file}.jsonl"):
-            kept = {key: x for key, x in line.items() if key in EXCEPTIONS or not key.startswith(STAYS_BEHIND)}
+            kept = {key: x for key, x in line.items() if key == "timing/step_s" or not key.startswith(STAYS_BEHIND)}
             rows.setdefault(step := line["step"] - before, {}).update(kept, step=step)
     completions = read_lines(folder / "completions.jsonl")
     for line in completions:
@@ -210,14 +202,15 @@ def frame(runs: list[Run]) -> "pandas.DataFrame":
 
 def of_sweep(folder: Path) -> list[Run]:
     """The finished runs of a sweep's folder, in the order of its file; no record is made of them."""
-    path, jobs = folder / "sweep.json", read_object(folder / "sweep.json", ("jobs",))["jobs"]
+    path = folder / "sweep.json"
+    jobs = read_object(path, ("jobs",))["jobs"]
     try:
-        done = {name: Path(job["run"]).name for name, job in jobs.items() if job["state"] == "finished"}
+        done = [Path(job["run"]).name for job in jobs.values() if job["state"] == "finished"]
     except (AttributeError, LookupError, TypeError):
         raise InputError(f"{path}: found {shown(jobs)}; needed: the jobs that sweep.py writes") from None
     if not done:
         raise InputError(f"{path}: no job is finished; needed: a sweep that has run")
-    return [read_run(folder.parent / run, name, to_keep=False) for name, run in done.items()]
+    return [read_run(folder.parent / run, to_keep=False) for run in done]
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
@@ -265,12 +258,10 @@ def clash(record: Record, others: Iterable[Record]) -> str:
         compared = ["metrics.jsonl", *(["eval_outcomes.jsonl"] if record.fault != other.fault else [])]
         if all(other.files.get(file) == record.files.get(file) for file in compared):
             return f"its metrics are those of {other.id}; needed: a run of its own"
-        if other.id == record.id:
-            return "there is a record of this id; records are never replaced; needed: another id (--id)"
         if other.variant == record.variant and (changed := differing(other, record)):
-            return f"no seed of {record.variant}: {'; '.join(changed)}; needed: another id (--id)"
-        if other.variant == record.variant and other.seed == record.seed:
-            return f"seed {record.seed} of {record.variant} is there: {other.id}"
+            return f"no seed of {record.variant}: {'; '.join(changed)}; needed: a run of another name"
+        if other.id == record.id or (other.variant, other.seed) == (record.variant, record.seed):
+            return f"seed {record.seed} of {record.variant} is there: {other.id}; records are never replaced"
     return ""
 
 
@@ -302,6 +293,11 @@ def add(folders: list[Path], results: Path, name: str = "") -> Path:
     return target
 
 
+def _stored(value: Any) -> Any:
+    """A value of a column: lists and mappings as JSON texts."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
 def write_table(target: Path, runs: list[Run]) -> None:
     """The parquet file of these runs."""
     import pyarrow
@@ -309,28 +305,14 @@ def write_table(target: Path, runs: list[Run]) -> None:
 
     rows = []
     for run in runs:
-        about = {f"record/{field}": value for field, value in run.record._asdict().items() if field != "id"}
-        for place, row in enumerate(run.rows):
-            rows.append({"id": run.record.id} | row | (about if place == 0 else {}))
-    names = list(dict.fromkeys(itertools.chain(*rows)))
-    texts = {name for row in rows for name, value in row.items() if isinstance(value, list | dict)}
-    columns = {
-        name: [json.dumps(row[name]) if name in texts and name in row else row.get(name) for row in rows]
-        for name in names
-    }
-    try:
-        table, sink = pyarrow.table(columns), pyarrow.BufferOutputStream()
-    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
-        raise InputError(f"{target}: {str(error).splitlines()[0]}; needed: columns of one type") from None
-    fractions = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
-    parquet.write_table(
-        table,
-        sink,
-        compression="zstd",
-        compression_level=19,
-        use_byte_stream_split=fractions,
-        use_dictionary=[name for name in names if name not in fractions],
-    )
+        own = [{"id": run.record.id} | row for row in run.rows]
+        own[0] |= {f"record/{field}": value for field, value in run.record._asdict().items() if field != "id"}
+        rows += own
+    names = dict.fromkeys(itertools.chain(*rows))
+    table = pyarrow.table({name: [_stored(row.get(name)) for row in rows] for name in names})
+    repeated = [field.name for field in table.schema if not pyarrow.types.is_floating(field.type)]
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(table, sink, compression="zstd", compression_level=19, use_dictionary=repeated)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, sink.getvalue().to_pybytes())
 

@@ -1,4 +1,4 @@
-"""The completions of a step of a run as text: questions, gold answers, rewards and what the model wrote.
+"""The completions of a step of a run as text: its first question, the gold answer, rewards and what the model wrote.
 
     python report.py show out/RUN [--step N]      the last step that has completions, or step N
 
@@ -14,8 +14,6 @@ from runlog.run_record import read_lines
 
 def show(run: Path, step: int | None = None) -> str:
     """The completions of ``step``, by default of the last step that has any. InputError if there are none."""
-    if not run.is_dir():
-        raise InputError(f"{run}: there is no such folder; needed: the folder of a run, out/NAME-YYYYMMDD-HHMMSS")
     path = run / "completions.jsonl"
     rows = read_lines(path)
     if not rows:
@@ -25,15 +23,8 @@ def show(run: Path, step: int | None = None) -> str:
         step = max(steps)
     if step not in steps:
         raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
-    lines = [f"{run.name}, step {step}"]
-    question = None
-    for row in rows:
-        if row["step"] != step:
-            continue
-        if row.get("question") != question:
-            question = row.get("question")
-            lines += ["", f"question: {question}"]
-            if "gold" in row:
-                lines += [f"gold answer: {row['gold']}"]
-        lines += ["", f"--- reward {row.get('reward')}, {row.get('tokens')} tokens", str(row.get("completion"))]
+    shown = [row for row in rows if row["step"] == step]
+    lines = [f"{run.name}, step {step}", "", f"question: {shown[0]['question']}", f"gold answer: {shown[0]['gold']}"]
+    for row in shown:
+        lines += ["", f"--- reward {row['reward']}, {row['tokens']} tokens", row["completion"]]
     return printable("\n".join(lines), kept="\n\t")  # a model may write anything

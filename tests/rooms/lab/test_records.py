@@ -64,14 +64,6 @@ def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Pa
     )
 
 
-def test_the_records_of_the_repository_are_small_and_name_nobody() -> None:
-    files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 8e6
-    assert (ROOT / "results" / records.WEIGHTS).stat().st_size < 3e6
-    for record in records.records_of(records.load(ROOT / "results")).values():
-        assert not records.PRIVATE.search(json.dumps(record)) and len(record.commit) == 40
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -97,8 +89,6 @@ REFUSED = {
     "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
     "a file of it holds something else": changed("config.yaml", "\ntrain:\n", "\ntrains:\n"),
     "needed: NAME-YYYYMMDD-HHMMSS": lambda run: run.rename(run.with_name("renamed")),
-    # Half a character, from a file name that is not UTF-8.
-    "needed: columns of one type": changed("metrics.jsonl", '"actor/ent', r'"more": "\ud800", "actor/ent'),
 }
 
 
@@ -123,7 +113,11 @@ def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(r
         (run, "again", "base-seed3: its metrics are those of base-seed3"),
         (other_settings, "", "no seed of base: optim.lr: 0.001 -> 0.002"),
         (same_seed, "", "seed 0 of base is there: base-seed0"),
-        (recorded.make_run(others / "twice", "base-seed0", 0, luck=1, after=0.8), "", "there is a record of this id"),
+        (
+            recorded.make_run(others / "twice", "base-seed0", 0, luck=1, after=0.8),
+            "",
+            "seed 0 of base is there: base-seed0",
+        ),
         (good, "sweep", "sweep.parquet: exists; records are never replaced"),
         (good, "a/b", "--id: found 'a/b'"),
     ):
@@ -138,13 +132,13 @@ def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(r
 def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, results: Path) -> None:
     records.add([run], results)
     planted = recorded.make_run(run.parent.with_name("planted"), "base-seed3", 3)
-    replaced(planted / "command.txt", "train_grpo.py", "checks/planted_fault.py rounded_evaluation")
     replaced(planted / "config.yaml", "name: base-seed3", "name: control-seed3")
+    replaced(planted / "eval_outcomes.jsonl", '"sampled": [0.0]', '"sampled": [1.0]')
     with pytest.raises(InputError, match="its metrics are those of base-seed3"):
         records.add([planted], results)
-    replaced(planted / "eval_outcomes.jsonl", '"sampled": [0.0]', '"sampled": [1.0]')
+    replaced(planted / "command.txt", "train_grpo.py", "checks/planted_fault.py altered_evaluation")
     records.add([planted], results)
-    assert records.load_record(results, "control-seed3").settings["planted fault"] == "rounded_evaluation"
+    assert records.load_record(results, "control-seed3").settings["planted fault"] == "altered_evaluation"
 
 
 def test_a_folder_with_other_files_is_refused(run: Path, results: Path) -> None:
@@ -192,6 +186,7 @@ families:
     sweep: configs/sweeps/x.yaml
     kind: sampled
     margin: 1
+    mismatch: true
     entries:
       - {method: better, base: base, title: Rank 8, predicted: larger}
       - {method: absent, base: base, title: Never run, predicted: smaller, missing: seed 3 stopped}
@@ -225,7 +220,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "room").mkdir()
     for file, source in SOURCES.items():
         (folder / file).write_text(source)
-    pages.build(folder / "results", folder / "RESULTS.md")
+    pages.build(folder / "results")
     git(folder, "init", "-q", "-b", "main")
     commit(folder)
     return folder
@@ -237,7 +232,7 @@ def project(built: Path, tmp_path: Path) -> Path:
 
 
 def report_code(project: Path, *arguments: str) -> int:
-    return report.main(["--results", str(project / "results"), "--page", str(project / "RESULTS.md"), *arguments])
+    return report.main(["--results", str(project / "results"), *arguments])
 
 
 # ---------------------------------------------------------------- the pages
@@ -273,18 +268,11 @@ def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: P
         assert report_code(project, "build") == 2 and "needed: the two marks" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert report.main(["--results", str(tmp_path / "empty"), "build"]) == 2
-    assert "empty: no record" in capsys.readouterr().err
+    assert "empty/plan.yaml" in capsys.readouterr().err
 
 
 def test_the_tree_has_the_first_sentence_of_each_file_and_the_rule_of_each_room(project: Path) -> None:
     assert f"{pages.BEGIN}\n\n{TREE}\n\n{pages.END}" in (project / "README.md").read_text()
-
-
-def test_the_tree_of_the_repository_is_that_of_its_docstrings() -> None:
-    tree = pages.tree(ROOT)
-    assert all(re.fullmatch(r"# .+|```|[\w./]+ +\S.+[.?]", line) for line in tree.splitlines()), tree
-    for page in ("README.md", "README.zh.md"):
-        assert f"{pages.BEGIN}\n\n{tree}\n\n{pages.END}" in (ROOT / page).read_text(), f"{page}: report.py build"
 
 
 # ---------------------------------------------------------------- --check
@@ -377,15 +365,9 @@ def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path
 
 
 @pytest.mark.ci
-def test_the_pages_of_the_repository_follow_from_its_records_and_are_short() -> None:
+def test_the_pages_of_the_repository_follow_from_its_records() -> None:
     """The numbers outside of the generated parts, too: those of the READMEs."""
-    assert pages.stale(ROOT / "results", ROOT / "RESULTS.md") == []
-    assert not report.RESHAPED or re.fullmatch("[0-9a-f]{40}", report.RESHAPED)
-    lines = {
-        page: len((ROOT / page).read_text().splitlines())
-        for page in ("RESULTS.md", "results/README.md", "results/plan.yaml")
-    }
-    assert lines["RESULTS.md"] <= 150 and lines["results/README.md"] <= 60 and lines["results/plan.yaml"] <= 300
+    assert pages.stale(ROOT / "results") == []
     steps = records.load(ROOT / "results")
     ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "smollm2")}
     shown = [
@@ -430,24 +412,14 @@ def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
     assert "variants: base, better" in capsys.readouterr().err
 
 
-def test_runs_without_sampled_answers_are_compared_by_the_greedy_ones(tmp_path: Path, capsys) -> None:
-    low = recorded.make_run(tmp_path, "low", 0, 0.4)
-    made = [low, recorded.make_run(tmp_path, "high", 0, 0.9, overrides=("lora.rank=8",))]
-    for folder in made:
-        lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
-        kept = [{key: x for key, x in line.items() if key != "eval/sampled_accuracy"} for line in lines]
-        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-        recorded.seal(folder)
-    assert report.main(["compare", *map(str, made)]) == 0 and "  greedy: +" in capsys.readouterr().out
-
-
 def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path, capsys) -> None:
-    """Also runs of changed source, which may not become records."""
+    """Also runs of changed source, which may not become records, and by greedy answers if there are no others."""
     out, jobs = tmp_path / "out", {}
     for name, after, change in (("base", 0.4, ()), ("better", 0.95, ("lora.rank=8",))):
         for seed in range(3):
             made = recorded.make_run(out, f"{name}-seed{seed}", seed, after, questions=40, overrides=change)
             replaced(made / "git.json", '"dirty": false', '"dirty": true')
+            replaced(made / "eval.jsonl", "eval/sampled_accuracy", "eval/other")
             jobs[f"{name}-seed{seed}"] = {"state": "finished", "run": f"out/{made.name}", "result": "done"}
     jobs["late-seed0"] = {"state": "failed", "run": "", "result": ""}
     folder = out / "sweep-trial"
@@ -455,9 +427,7 @@ def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path,
     (folder / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     assert report.main(["compare", str(folder)]) == 0
     text = capsys.readouterr().out
-    assert (
-        "better against base: lora.rank: 16 -> 8" in text and "(3 paired seeds): larger" in text and "late" not in text
-    )
+    assert "better against base: lora.rank: 16 -> 8\n  greedy: +" in text and "late" not in text
     for wrong, said in (({}, "no job is finished"), ({"a": 1}, "needed: the jobs that sweep.py writes")):
         (folder / "sweep.json").write_text(json.dumps({"jobs": wrong}))
         assert report.main(["compare", str(folder)]) == 2 and said in capsys.readouterr().err
@@ -489,15 +459,10 @@ def test_a_repeat_has_the_same_bytes_or_a_reason_or_is_a_defect(
 # ---------------------------------------------------------------- add, show and rerun
 
 
-def test_add_names_the_file_and_show_prints_completions(tmp_path: Path, capsys) -> None:
-    folder = recorded.make_run(tmp_path / "out", "tiny", questions=9)
-    places = ["--results", str(tmp_path / "results")]
-    assert (
-        report.main([*places, "add", str(folder), "--id", "mine"]) == 0 and (tmp_path / "results/mine.parquet").exists()
-    )
-    assert report.main([*places, "add", str(folder)]) == 2
-    capsys.readouterr()
-    assert report.main(["show", str(folder), "--step", "2"]) == 0 and "#### 1" in capsys.readouterr().out
+def test_add_names_the_file(run: Path, results: Path) -> None:
+    adding = ["--results", str(results), "add", str(run)]
+    assert report.main([*adding, "--id", "mine"]) == 0 and (results / "mine.parquet").exists()
+    assert report.main(adding) == 2
 
 
 def test_rerun_prints_checkout_weights_installation_and_command(project: Path, capsys) -> None:
@@ -560,44 +525,20 @@ def test_without_scipy_one_line_says_what_to_install(project: Path, monkeypatch,
 # ----------------------------------------------------------------------------------------------------------------- show
 
 
-@pytest.fixture
-def shown_run(tmp_path: Path) -> Path:
-    return recorded.make_run(tmp_path, "base-seed0", questions=20)
-
-
-def test_a_step_is_shown_with_question_gold_answer_rewards_and_completions(shown_run: Path, capsys) -> None:
-    """By default the last step. What another step has is not shown, and a question is printed once."""
-    assert report.main(["show", str(shown_run)]) == 0
+def test_a_step_is_shown_with_its_question_and_no_completion_controls_the_terminal(run: Path, capsys) -> None:
+    """By default the last step. What another step has is not shown."""
+    path = run / "completions.jsonl"
+    path.write_text(path.read_text().replace("</pre>#### 3", "\\u001b[2Jtwo\\nlines\\ud800"))
+    assert report.main(["show", str(run)]) == 0
     assert capsys.readouterr().out == (
-        f"{shown_run.name}, step 4\n\nquestion: 1 + 1 <b>?</b>\ngold answer: 2\n"
-        "\n--- reward 1, 8 tokens\n</pre>#### 3\n\n--- reward 1, 9 tokens\n</pre>#### 3\n"
+        f"{run.name}, step 4\n\nquestion: 1 + 1 <b>?</b>\ngold answer: 2\n"
+        "\n--- reward 1, 8 tokens\n\\x1b[2Jtwo\nlines\\ud800\n\n--- reward 1, 9 tokens\n\\x1b[2Jtwo\nlines\\ud800\n"
     )
-    assert report.main(["show", str(shown_run), "--step", "1"]) == 0
+    assert report.main(["show", str(run), "--step", "1"]) == 0
     first = capsys.readouterr().out
-    assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "#### 3" not in first
-
-
-def test_several_questions_are_told_apart_and_no_completion_controls_the_terminal(shown_run: Path, capsys) -> None:
-    rows = [
-        {"step": 7, "question": "a?", "completion": "\x1b[2Jtwo\nlines\ud800", "reward": 0.5, "tokens": 3},
-        {"step": 7, "question": "b?", "gold": "9", "completion": "9", "reward": 1.0, "tokens": 1},
-    ]
-    (shown_run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report.main(["show", str(shown_run)]) == 0
-    assert capsys.readouterr().out == (
-        f"{shown_run.name}, step 7\n\nquestion: a?\n\n--- reward 0.5, 3 tokens\n\\x1b[2Jtwo\nlines\\ud800\n"
-        "\nquestion: b?\ngold answer: 9\n\n--- reward 1.0, 1 tokens\n9\n"
-    )
-
-
-def test_what_cannot_be_shown_is_one_line_and_exit_code_2(shown_run: Path, capsys) -> None:
-    def refused(*arguments: str) -> str:
-        assert report.main(["show", *arguments]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1
-        return said.err
-
-    assert "absent: there is no such folder; needed: the folder of a run" in refused(str(shown_run / "absent"))
-    assert "--step: found 9; needed: a step with completions, 1 to 4" in refused(str(shown_run), "--step", "9")
-    (shown_run / "completions.jsonl").unlink()
-    assert "found no completions; needed: a run with train.completions_logged" in refused(str(shown_run))
+    assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "two" not in first
+    assert report.main(["show", str(run), "--step", "9"]) == 2
+    assert "--step: found 9; needed: a step with completions, 1 to 4" in capsys.readouterr().err
+    path.unlink()
+    assert report.main(["show", str(run)]) == 2
+    assert "found no completions; needed: a run with train.completions_logged" in capsys.readouterr().err
