@@ -32,7 +32,6 @@ MEMORY_BAR = 0.7
 # With PYTHON, VENV and TORCH_INDEX.
 SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
-PHASES = ("sync", "generate", "reference", "forward", "backward", "optimizer")
 
 
 class Peer:
@@ -126,19 +125,12 @@ def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) 
     """Medians and spread of each side, and the ratios that are compared with the bars."""
     sides = {}
     for side, records in timed.items():
-        table = pd.json_normalize(records)
-        median = table.fillna(0.0).median()
-        phases = {phase: median.get(f"phases.{phase}", 0.0) for phase in PHASES}
-        if side == "ours":  # the clock's "generate" includes scoring; its "update" is forward, backward and optimizer
-            phases["generate"] = median["phases.sampling"]
-            phases["backward"] = median["phases.update"] - phases["forward"] - phases["optimizer"]
-        phases["other"] = median["cpu_s"] - sum(phases.values())
+        table = pd.DataFrame(records)
         sides[side] = {
-            "cpu_s": median["cpu_s"],
+            "cpu_s": table["cpu_s"].median(),
             "cpu_s_min": table["cpu_s"].min(),
             "cpu_s_max": table["cpu_s"].max(),
-            "wall_s": median["wall_s"],
-            "phases_cpu_s": phases,
+            "wall_s": table["wall_s"].median(),
             "peak_mib": records[-1]["peak_mib"],
         }
     ours, trl = sides["ours"], sides["trl"]
@@ -148,7 +140,6 @@ def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) 
         "step_cpu_ratio": ours["cpu_s"] / trl["cpu_s"],
         "bar": cases.CASES[name].bar,
         "ratio_by_pair": {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)},
-        "generate_speedup": trl["phases_cpu_s"]["generate"] / ours["phases_cpu_s"]["generate"],
         "peak_memory_ratio": ours["peak_mib"] / trl["peak_mib"],
         "steps": len(pairs),
         "new_tokens": tokens,
@@ -157,30 +148,15 @@ def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) 
     }
 
 
-def by_side(case: dict, side: str) -> dict:
-    """A row of the table of medians."""
-    found = case[side]
+def row(case: dict) -> dict:
+    """A row of the table."""
     return {
         "case": case["name"],
-        "": side,
-        "step": found["cpu_s"],
-        "min": found["cpu_s_min"],
-        "max": found["cpu_s_max"],
-        "wall": found["wall_s"],
-        **found["phases_cpu_s"],
-        "tok/s": case["new_tokens"] / found["cpu_s"],
-        "MiB": round(found["peak_mib"]),
-    }
-
-
-def ratios(case: dict) -> dict:
-    """A row of the table of ratios."""
-    return {
-        "case": case["name"],
-        "step ours/TRL": case["step_cpu_ratio"],
+        "ours": case["ours"]["cpu_s"],
+        "TRL": case["trl"]["cpu_s"],
+        "ours/TRL": case["step_cpu_ratio"],
         "bar": case["bar"],
         "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]),
-        "generate": f"{case['generate_speedup']:.2f}x",
         "memory": case["peak_memory_ratio"],
         "memory bar": MEMORY_BAR,
         "log-prob gap": case["agreed"]["logp_gap"],
@@ -188,15 +164,11 @@ def ratios(case: dict) -> dict:
     }
 
 
-def aligned(rows: list[dict]) -> str:
-    return pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=cases.TINY)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
     if {*args.cases} - {*cases.TINY} and not (cases.ROOT / cases.SMOL).is_dir():
@@ -205,16 +177,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         found = [compare(name, Path(work), python, args.steps) for name in args.cases]
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
-    stored = json.dumps({**git_state()[0], "machine": machine, "cases": found}, indent=1)
+    result = {**git_state()[0], "machine": machine, "cases": found}
     path = cases.ROOT / "out" / "bench_step.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(stored + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
-        print(stored)
+        print(json.dumps(result))
         return
-    print("medians of CPU seconds (wall: wall seconds)")
-    print(aligned([by_side(case, side) for case in found for side in ("ours", "trl")]))
-    print(aligned([ratios(case) for case in found]))
+    print("medians of CPU seconds of a step")
+    print(pd.DataFrame([row(case) for case in found]).to_string(index=False, float_format="{:.4g}".format))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import resource
 import sys
 import time
 import warnings
-from collections import defaultdict
 from pathlib import Path
 
 import bench_cases as cases
@@ -23,7 +22,6 @@ import data_gsm8k
 import export
 import reward_gsm8k
 import train_grpo
-from engines.torch_sampler import TorchSampler
 from learner import Learner
 from model import batches, packing
 from run import check, command, opening
@@ -39,57 +37,42 @@ class Side:
     def __init__(self, answers, adapter_dir: Path) -> None:
         self.answers, self.adapter_dir = answers, adapter_dir
         self.learner: Learner | None = None
-        self.phases: dict[str, float] = defaultdict(float)  # CPU seconds
-        self.metrics: dict[str, float] = {}
-        self.start: tuple[float, float] | None = None  # CPU and wall seconds
-        self.num_tokens = 0
+        self.metrics: dict[str, float] = {}  # of the last step
+        self.start = 0.0, 0.0  # CPU and wall seconds
 
     def answer(self, record: dict) -> None:
         print(json.dumps(record), file=self.answers, flush=True)
 
-    def timed(self, function, phase: str):
-        """``function``, with its CPU seconds added to ``phase``."""
+    def questions(self) -> dict:
+        cfg = self.learner.cfg
+        loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
+        return {
+            "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
+            "prompts": [question.prompt for question in loaded],
+        }
 
-        def run(*args, **kwargs):
-            before = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.phases[phase] += time.process_time() - before
-
-        return run
+    def step(self) -> dict:
+        """What the last step took and found."""
+        cpu, wall = self.start
+        rollout = self.learner.cfg.rollout
+        return {
+            "cpu_s": time.process_time() - cpu,
+            "wall_s": time.perf_counter() - wall,
+            "new_tokens": round(self.metrics["response_length/mean"] * rollout.prompts_per_step * rollout.group_size),
+            "loss": self.metrics["actor/loss"],
+            "kl": self.metrics.get("actor/kl_loss", 0.0),
+            "logp_gap": self.metrics["rollout/logp_gap_max"],
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            / (1024 if sys.platform == "linux" else 2**20),
+        }
 
     def turn(self) -> None:
         """Between two steps: report the previous step and wait for the next line on stdin."""
-        if self.start is None:
-            cfg = self.learner.cfg
-            loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
-            self.answer(
-                {
-                    "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
-                    "prompts": [question.prompt for question in loaded],
-                }
-            )
-        else:
-            self.answer(
-                {
-                    "cpu_s": time.process_time() - self.start[0],
-                    "wall_s": time.perf_counter() - self.start[1],
-                    "phases": self.phases,
-                    "new_tokens": self.num_tokens,
-                    "loss": self.metrics["actor/loss"],
-                    "kl": self.metrics.get("actor/kl_loss", 0.0),
-                    "logp_gap": self.metrics["rollout/logp_gap_max"],
-                    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                    / (1024 if sys.platform == "linux" else 2**20),
-                }
-            )
+        self.answer(self.step() if self.metrics else self.questions())
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
         if not line:
             os._exit(0)  # without the trainer's clean-up, as after an exception
-        self.phases.clear()
-        self.num_tokens = 0
         self.start = time.process_time(), time.perf_counter()
 
     def check(self, theirs: dict) -> dict:
@@ -128,19 +111,12 @@ class Side:
 
 
 def install(side: Side) -> None:
-    """Add the stops and the timers to the trainer. They do not change what it computes."""
+    """Add the stops and the adapters to the trainer. They do not change what it computes."""
 
     class TurnTimer(StepTimer):
         def __init__(self, *args) -> None:
             side.turn()
             super().__init__(*args)
-            self.cpu = time.process_time()
-
-        def end_phase(self, phase: str) -> None:
-            super().end_phase(phase)
-            now = time.process_time()
-            side.phases[phase] += now - self.cpu
-            self.cpu = now
 
     class AdaptedLearner(Learner):
         def __init__(self, cfg, policy, pad_token: int) -> None:
@@ -155,20 +131,13 @@ def install(side: Side) -> None:
             pairs = export.pairs_of(list(export.adapted_modules(policy.arch, cfg.lora)), whole, cfg.lora.alpha)
             export.write_adapter(side.adapter_dir, cfg.model.path, policy.arch, pairs, cfg.lora.alpha, "stack")
             side.learner = self
-            self._loss = side.timed(self._loss, "forward")
-            self._step = side.timed(self._step, "optimizer")
 
     def log_step(self, step: int, metrics: dict, timing: dict) -> None:
         side.metrics = metrics
         write_step(self, step, metrics, timing)
 
-    def sample(sampler, *args, **options):
-        completions = real_sample(sampler, *args, **options)
-        side.num_tokens += sum(len(answer.tokens) for group in completions for answer in group)
-        return completions
-
-    write_step, real_sample = log.RunLog.log_step, TorchSampler.sample
-    log.RunLog.log_step, TorchSampler.sample = log_step, side.timed(sample, "sampling")
+    write_step = log.RunLog.log_step
+    log.RunLog.log_step = log_step
     opening.StepTimer, opening.Learner = TurnTimer, AdaptedLearner
     check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)

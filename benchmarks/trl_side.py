@@ -29,7 +29,6 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-phases: dict[str, float] = {}
 first: dict = {}  # completions and results of the first step
 
 
@@ -41,17 +40,14 @@ def answer(record: dict) -> None:
     print(json.dumps(record), file=answers, flush=True)
 
 
-def timed(owner, name: str, phase, seen=None) -> None:
-    """Add the CPU seconds of ``owner.name`` to a phase; in the first step call ``seen`` with what it returns."""
+def watch(owner, name: str, see) -> None:
+    """In the first step call ``see`` with what ``owner.name`` returns."""
     function = getattr(owner, name)
 
     def run(*args, **kwargs):
-        key = phase() if callable(phase) else phase
-        before = time.process_time()
         result = function(*args, **kwargs)
-        phases[key] = phases.get(key, 0.0) + time.process_time() - before
-        if seen is not None and not Turns.written:
-            seen(result)
+        if not Turns.written:
+            see(result)
         return result
 
     setattr(owner, name, run)
@@ -65,7 +61,6 @@ class Turns(TrainerCallback):
     def wait(self) -> None:
         if not sys.stdin.readline():
             os._exit(0)
-        phases.clear()
         self.start = time.process_time(), time.perf_counter()
 
     def on_train_begin(self, *args, **kwargs) -> None:
@@ -89,7 +84,6 @@ class Turns(TrainerCallback):
         answer(
             {
                 **seconds,
-                "phases": phases,
                 "new_tokens": int(length) * rows,
                 "loss": logs["loss"],
                 "kl": logs["kl"],
@@ -174,17 +168,9 @@ def take_turns() -> None:
     )
     loaded = set_peft_model_state_dict(trainer.model, load_file(settings["adapter"] + "/adapter_model.safetensors"))
     assert not loaded.unexpected_keys, loaded.unexpected_keys
-    timed(trainer, "_generate_single_turn", "generate")
-    timed(
-        trainer,
-        "_get_per_token_logps_and_entropies",
-        lambda: "forward" if torch.is_grad_enabled() else "reference",
-        see_logps,
-    )
-    timed(trainer, "compute_loss", "loss", see_loss)
-    timed(trainer, "_prepare_inputs", "prepared", see_batch)
-    timed(trainer.accelerator, "backward", "backward")
-    timed(trainer.create_optimizer(), "step", "optimizer")  # train() takes an optimizer that exists
+    watch(trainer, "_get_per_token_logps_and_entropies", see_logps)
+    watch(trainer, "compute_loss", see_loss)
+    watch(trainer, "_prepare_inputs", see_batch)
     trainer.train()
 
 
