@@ -4,6 +4,7 @@ Their packages run in the process of rank 0. One that raises an exception is off
 goes on; one that hangs holds the training up.
 """
 
+import contextlib
 import hashlib
 import html
 import importlib
@@ -12,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,32 +138,28 @@ class Trackers:
         self.say = say
         self.open: dict[str, Any] = {}
         for name in names:
-            self._attempt(name, self._open, name, run_dir, steps_done)
-
-    def _open(self, name: str, run_dir: Path, steps_done: int) -> None:
-        self.open[name] = OPEN[name](run_dir, steps_done)
+            with self._off_after_failure(name):
+                self.open[name] = OPEN[name](run_dir, steps_done)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Show the finite numbers among ``values``, and its "completions", which are rows of completions.jsonl."""
-        for name in [*self.open]:
-            self._attempt(name, self._log, name, step, values)
-
-    def _log(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
-        shown: dict[str, Any] = {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
-        if "completions" in values:
-            shown["completions"] = html_of(name, values["completions"])
-        self.open[name].log(shown, step)
+        numbers = {key: x for key, x in values.items() if type(x) in (int, float) and math.isfinite(x)}
+        for name, tracker in [*self.open.items()]:
+            with self._off_after_failure(name):
+                texts = {"completions": html_of(name, values["completions"])} if "completions" in values else {}
+                tracker.log(numbers | texts, step)
 
     def close(self) -> None:
         for name, tracker in [*self.open.items()]:
-            self._attempt(name, tracker.finish)
+            with self._off_after_failure(name):
+                tracker.finish()
         self.open.clear()
 
-    def _attempt(self, name: str, work: Callable[..., object], *given: Any) -> None:
-        """Call ``work``. An exception ends the tracker ``name`` with one warning, which shows no key."""
+    @contextlib.contextmanager
+    def _off_after_failure(self, name: str) -> Iterator[None]:
+        """A context whose exception ends the tracker ``name`` with one warning, which shows no key."""
         try:
-            work(*given)
+            yield
         except (Exception, SystemExit) as error:
             self.open.pop(name, None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
