@@ -10,7 +10,6 @@ methods are compared under them; they need checks.off=[logp_gap], because this c
 because sweep.py checks the names of faults without it.
 """
 
-import functools
 import pkgutil
 import re
 import sys
@@ -91,12 +90,12 @@ def rounded(right: Any, bits: str) -> Any:
 
     Embedding, head, norms, biases and routers are not rounded. Evaluations and the trainer have the policy itself.
     """
-    return rounding(right, functools.partial(rounded_weights, bits=int(bits)))
+    return rounding(right, int(bits))
 
 
 def rounded_down(right: Any, bits: str) -> Any:
     """As `rounded`, but the weights are rounded down instead of to the nearest."""
-    return rounding(right, functools.partial(rounded_weights, bits=int(bits), down=True))
+    return rounding(right, int(bits), down=True)
 
 
 def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: bool = False) -> Any:
@@ -116,8 +115,8 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
     return torch.cat(parts, dim=-1).to(weight.dtype)
 
 
-def rounding(right: Any, round_: Function) -> Any:
-    """The class Push ``right``, whose pushes for training end with matrices that are rounded by ``round_``."""
+def rounding(right: Any, bits: int, *, down: bool = False) -> Any:
+    """The class Push ``right``, whose pushes for training end with matrices of rounded_weights."""
     from facts.architectures import tensor_shapes
 
     class RoundingPush(right):
@@ -140,7 +139,9 @@ def rounding(right: Any, round_: Function) -> Any:
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
             metrics = super().__call__(step, probe)
             tensors = self._export(set())
-            named = ((name, round_(tensor) if name in self.matrices else tensor) for name, tensor in tensors)
+            named = (
+                (name, rounded_weights(x, bits, down=down) if name in self.matrices else x) for name, x in tensors
+            )
             self._load(self.engine.load_weights, named)
             return metrics
 
@@ -243,17 +244,14 @@ def named_faults(text: str) -> list[tuple[str, Function]]:
 
 
 def _named_fault(text: str) -> tuple[str, Function]:
-    name, equals, value = text.partition("=")
+    name, _, value = text.partition("=")
     if name not in FAULTS:
         raise InputError(f"fault: found {shown(name)}; needed: one of {', '.join(FAULTS)}")
-    fault = FAULTS[name]
-    if not fault.values:
-        if equals:
-            raise InputError(f"fault: found {shown(text)}; needed: {name}, which takes no value")
-        return fault.place, fault.wrong
-    if not re.fullmatch(fault.values, value):
-        raise InputError(f"fault: found {shown(text)}; needed: {name}=VALUE, a value like {fault.values}")
-    return fault.place, lambda right: fault.wrong(right, value)
+    place, wrong, values = FAULTS[name]
+    if not re.fullmatch(values, value):
+        needed = f"{name}=VALUE, a value like {values}" if values else f"{name}, which takes no value"
+        raise InputError(f"fault: found {shown(text)}; needed: {needed}")
+    return place, lambda right: wrong(right, *filter(None, [value]))
 
 
 def plant(text: str) -> None:
