@@ -139,9 +139,7 @@ def rounding(right: Any, bits: int, *, down: bool = False) -> Any:
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
             metrics = super().__call__(step, probe)
             tensors = self._export(set())
-            named = (
-                (name, rounded_weights(x, bits, down=down) if name in self.matrices else x) for name, x in tensors
-            )
+            named = ((name, rounded_weights(x, bits, down=down) if name in self.matrices else x) for name, x in tensors)
             self._load(self.engine.load_weights, named)
             return metrics
 

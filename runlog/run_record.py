@@ -16,7 +16,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -37,7 +36,6 @@ VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
 LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
-PIECE_BYTES = 2**22
 
 
 # ---------------------------------------------------------------- files
@@ -62,14 +60,10 @@ def lock_run(run_dir: Path) -> BinaryIO:
     return lock_file(run_dir / "run.lock")
 
 
-def sha256_file(path: Path, after_piece: Callable[[], None] = lambda: None) -> str:
-    """The sha256 of a file in hexadecimal. ``after_piece`` is called after each PIECE_BYTES."""
-    digest = hashlib.sha256()
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file in hexadecimal."""
     with opened(path) as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-            after_piece()
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
@@ -167,10 +161,10 @@ def variant_name(name: str) -> str:
     return re.sub(r"-seed\d+$", "", name)
 
 
-def git(*arguments: str, folder: Path | None = None) -> bytes:
-    """The output of git in ``folder`` (None: that of the source); empty without git, a repository or a commit."""
+def git(*arguments: str) -> bytes:
+    """The output of git in the folder of the source; empty without git, a repository or a commit."""
     # In a container, a mounted repository often has another owner, and git would refuse it.
-    command = ["git", "-c", "safe.directory=*", "-C", str(folder or ROOT), *arguments]
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -234,7 +228,7 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
 
     The sums of large files are kept in the user's cache folder (XDG_CACHE_HOME), by path, inode, size and both times,
     as soon as each is known. A file of the last seconds is not kept, because another change could leave the same times.
-    ``beat`` is called, in this thread, while pieces of files are read.
+    ``beat`` is called, in this thread, about once a second until all files are read.
     """
     keys: dict[Path, str] = {}
     for path in paths:
@@ -249,17 +243,14 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
         known = read_object(cache)
     found = {path: known[key] for path, key in keys.items() if key in known}
     todo = [path for path in dict.fromkeys(paths) if path not in found]
-    has_read = threading.Event()
     # disable=None: shown on a terminal only
     bar = tqdm(total=len(todo), desc="checksums", leave=False, unit="file", disable=None if keys else True)
     with ThreadPoolExecutor(THREADS) as pool, bar:
-        jobs = {pool.submit(sha256_file, path, has_read.set): path for path in todo}
+        jobs = {pool.submit(sha256_file, path): path for path in todo}
         pending = set(jobs)
         while pending:
             done, pending = wait(pending, 1.0, FIRST_COMPLETED)
-            if has_read.is_set():
-                has_read.clear()
-                beat()
+            beat()
             for job in done:
                 path = jobs[job]
                 found[path] = job.result()
