@@ -15,8 +15,6 @@ UNITS = {"GiB": 2**30, "TFLOP": 1e12, "MiB sent": 2**20}
 SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # differences that do not count, in bytes and operations
 # ending of the name of a phase -> rows of this rank's experts / the mean
 IMBALANCES = {"": 1.0, f" at {memory.IMBALANCE:g}": memory.IMBALANCE}
-STEP = ("load", "push", "reference", "old policy", "forward", "backward", "update", "save")
-PHASES = (*STEP, *(f"{phase} at {memory.IMBALANCE:g}" for phase in STEP))
 MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it is compared with
     "load": ("load",),
     "sync": ("push",),
@@ -50,7 +48,7 @@ class DryRun:
     kind: str  # cpu | cuda | npu
     rows: int  # of the micro-batch on this rank
     length: int  # tokens of a row
-    phases: dict[str, Phase] = field(default_factory=dict)  # in the order of PHASES
+    phases: dict[str, Phase] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # bytes during an update, by the kinds of EXACT
     left: int = 0  # bytes that are alive after the updates and were not before them
 

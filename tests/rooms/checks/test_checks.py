@@ -179,17 +179,6 @@ def test_a_gpu_takes_the_attention_of_sequences(form: str, monkeypatch) -> None:
     assert calls
 
 
-@pytest.mark.parametrize(
-    ("dtype", "roundings", "terms", "expected"),
-    [  # half an epsilon is 2^-8 in bf16 and 2^-24 in fp32; INSIDE adds 8 roundings in fp32
-        (torch.bfloat16, 2, 64, 2 * 2**-8 + (8 + 8) * 2**-24),
-        (torch.float32, 3, 1, (3 + 1 + 8) * 2**-24),
-    ],
-)
-def test_tolerance_follows_from_epsilon_and_the_length_of_the_sum(dtype, roundings, terms, expected) -> None:
-    assert math.isclose(kernels_check.tolerance(dtype, roundings, terms), expected, rel_tol=1e-12)
-
-
 class _Scaled(torch.autograd.Function):
     """Multiplies the answer by ``forward`` and the gradient by ``backward``."""
 
@@ -282,11 +271,6 @@ def test_swiglu_has_the_width_of_a_dense_layer_or_of_the_shared_expert(dense: in
     arch = dataclasses.replace(arch, dense_ffn_size=dense, shared_expert_ffn_size=shared)
     (swiglu,) = [case for case in kernels_check.cases_of(cfg, arch, 2, seed=0) if case.name == "swiglu"]
     assert swiglu.inputs["gate_up"].shape[-1] == 2 * 40
-
-
-def test_gradients_that_a_frozen_weight_does_not_need_are_not_asked_for() -> None:
-    trained = {case.name: case.trained for case in small_cases()}
-    assert trained["grouped_mm (fc1)"] == ("x",) and trained["grouped_mm (LoRA A)"] == ("x", "weight")
 
 
 # ----------------------------------------------------------------------------------------------------------- two layers
