@@ -189,10 +189,12 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
             yield filling
             for path in filling.iterdir():
                 fsync_path(path)
-            os.rename(filling, target)  # the last operation: a process that was killed has not made the folder
+            fsync_path(filling)
+            os.rename(filling, target)  # a process that was killed before has not made the folder
         except BaseException:
             shutil.rmtree(filling, ignore_errors=True)
             raise
+        fsync_path(target.parent)
 
 
 def aside(folder: Path) -> Path:

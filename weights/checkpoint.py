@@ -8,27 +8,23 @@ A checkpoint appears whole or not at all, even if the process is killed, and is 
 """
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from facts.exits import InputError
 from inputs.config import changes_at_resume, flatten, hash_of
-from inputs.files import fsync_path, one_line, read_object, read_tensors, shown, write_atomically
+from inputs.files import aside, disk_errors, fsync_path, one_line, read_object, read_tensors, shown, whole_folder
 from runlog.run_record import lock_run, sha256_file
 from weights.huggingface import save_file
 
-# A checkpoint has the second name if the process was killed while a newer one of the same step replaced it.
-NAME = re.compile(r"(step-|\.replaced-step-)([0-9]{6,18})")
-
-LEFTOVER = re.compile(r"\.tmp-(discarded-)?(\.replaced-)?step-[0-9]{6,}")  # left by a process that was killed
+NAME = re.compile(r"step-[0-9]{6,18}")
 
 
 @dataclass(frozen=True)
@@ -46,17 +42,15 @@ class Checkpoint:
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the folders that may be checkpoints, the best candidate first."""
-    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    ordered = sorted((int(match[2]), match[1] == "step-", path) for match, path in matches if match)
-    return [(step, path) for step, _, path in reversed(ordered)]
+    """(step, path) of the folders that may be checkpoints, the newest first."""
+    named = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(((int(path.name[5:]), path) for path in named), reverse=True)
 
 
 def _discard(path: Path) -> None:
     """Remove a folder. It is renamed first, so after a kill half-way the next save recognises and removes the rest."""
-    doomed = path.with_name(f".tmp-discarded-{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    path = path.rename(aside(path))
+    shutil.rmtree(path)
 
 
 def save(
@@ -72,53 +66,35 @@ def save(
 
     ``config``: inputs.config.to_dict of the run. One process calls it, with all tensors on the host, each contiguous
     and in memory of its own. The run's .jsonl files are forced to the disk before, because a resume needs their lines
-    up to this step. Checkpoints of later steps are removed: they were made before the run was rewound. An earlier
-    checkpoint of the same step is replaced. Raises InputError when the disk is full or cannot be written; the earlier
-    checkpoints then stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their
-    folder has its name.
+    up to this step. Checkpoints of this step and of later ones are removed: they were made before the run was rewound
+    to an earlier checkpoint. Raises InputError when the disk is full or cannot be written; the earlier checkpoints then
+    stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their folder has its
+    name.
     """
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
-    aside = folder / f".tmp-{target.name}"
-    replaced = folder / f".replaced-{target.name}"
-    try:
-        folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():
-            if LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
+    with disk_errors(target):
+        for path in folder.glob(aside(folder / "*").name):  # of a process that was killed
+            shutil.rmtree(path)
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
-        aside.mkdir()
-        for kind, named in tensors.items():
-            save_file(named, aside / f"{kind}.safetensors")
-        about = {"step": step, "config": config, "config_hash": hash_of(config), "state": state}
-        write_atomically(aside / "state.json", json.dumps(about, indent=1) + "\n")
-        checksums = {path.name: sha256_file(path) for path in sorted(aside.iterdir())}
-        write_atomically(aside / "checksums.json", json.dumps(checksums, indent=1) + "\n")
-        for path in aside.iterdir():
-            fsync_path(path)
-        fsync_path(aside)
-        check(load(aside, verified=True))  # mapped: only what is compared is read, and it is not allocated
         if target.exists():
-            if replaced.exists():
-                _discard(replaced)
-            os.rename(target, replaced)  # still found by latest() if the process is killed here
-        os.rename(aside, target)
-        fsync_path(folder)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{target}: checkpoint not written: {one_line(error)}; earlier checkpoints are intact, the run can be "
-            "resumed"
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # after a failure; otherwise it has its name
+            _discard(target)
+    with whole_folder(target, SafetensorError) as filling:
+        for kind, named in tensors.items():
+            save_file(named, filling / f"{kind}.safetensors")
+        about = {"step": step, "config": config, "config_hash": hash_of(config), "state": state}
+        (filling / "state.json").write_text(json.dumps(about, indent=1) + "\n")
+        checksums = {path.name: sha256_file(path) for path in sorted(filling.iterdir())}
+        (filling / "checksums.json").write_text(json.dumps(checksums, indent=1) + "\n")
+        check(load(filling, verified=True))  # mapped: only what is compared is read, and it is not allocated
     _remove_old(folder, step, keep_last)
     return target
 
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
-    """Remove the checkpoints but the newest ``keep_last`` up to ``step``, and what a kill left of replaced ones."""
-    kept = [path for number, path in _folders(folder) if number <= step and path.name == f"step-{number:06d}"]
+    """Remove the checkpoints but the newest ``keep_last`` up to ``step``."""
+    kept = [path for number, path in _folders(folder) if number <= step]
     for _, path in _folders(folder):
         if path not in kept[:keep_last]:
             try:
@@ -159,8 +135,8 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     kinds = {"step": int, "config": dict, "config_hash": str, "state": dict}
     if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
-    if (match := NAME.fullmatch(path.name)) and int(match[2]) != about["step"]:
-        raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(match[2])}")
+    if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
+        raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(path.name[5:])}")
     if wrong := misfit(about["step"], about["config"], about["state"]):
         raise InputError(f"{path / 'state.json'}: {wrong}")
     tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
@@ -204,14 +180,6 @@ def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
         )
 
 
-class Candidate(NamedTuple):
-    """A run that train.resume=auto may resume."""
-
-    run_dir: Path
-    is_finished: bool
-    newest: Checkpoint | None  # with right checksums; None also for a finished run
-
-
 def runs_of(name: str, out_dir: Path) -> list[Path]:
     """The folders in ``out_dir`` of the runs of this name, the newest first."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
@@ -224,32 +192,6 @@ def runs_of(name: str, out_dir: Path) -> list[Path]:
     return [path for *_, path in sorted(runs, reverse=True)]
 
 
-def candidates(runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Those of ``runs`` that no live process writes.
-
-    InputError if a live process writes a run with this very ``config``. A checkpoint is verified, which may take
-    seconds, when its run's turn comes.
-    """
-    for run_dir in runs:
-        if (run_dir / "finished.json").exists():
-            yield Candidate(run_dir, True, None)
-            continue
-        try:
-            with lock_run(run_dir):
-                newest = latest(run_dir, say)
-        except BlockingIOError:
-            if read_object(run_dir / "run.json").get("config_hash") == hash_of(config):
-                raise InputError(
-                    f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
-                    "needed: end it, wait for it, or train.resume=never to begin another run beside it"
-                ) from None
-            say(f"{run_dir}: not resumed: a live process writes it")
-        except OSError as error:
-            say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
-        else:
-            yield Candidate(run_dir, False, newest)
-
-
 def find_resumable(
     runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None] = print
 ) -> Checkpoint | None:
@@ -259,20 +201,39 @@ def find_resumable(
     configuration with which a resume may go on, is not finished, has a checkpoint with right checksums, and is not
     being written by a live process. Without one, the newest other run that has a checkpoint and is not finished
     decides: InputError names what has changed since. If a newer run is finished, ``say`` is told instead, and a new run
-    begins; so it is told if the newest run has no checkpoint.
+    begins.
     """
-    others: list[Candidate] = []
-    for run in candidates(runs, config, say):
-        if run.newest and not changes_at_resume(run.newest.config, config)[0]:
-            return run.newest
-        others.append(run)
-    if others and not others[0].is_finished and not others[0].newest:
-        say(f"note: {others[0].run_dir}: not finished, and without a usable checkpoint; that folder is left")
-    changed = next((run for run in others if run.newest), None)
+    changed = None  # the checkpoint of the newest run that has one, and another configuration
+    newer_is_finished = False
+    for run_dir in runs:
+        if (run_dir / "finished.json").exists():
+            newer_is_finished = newer_is_finished or changed is None
+            continue
+        found = _newest(run_dir, config, say)
+        if found and not changes_at_resume(found.config, config)[0]:
+            return found
+        changed = changed or found
     if changed is None:
         return None
-    if not any(run.is_finished for run in others[: others.index(changed)]):
-        check_resume(changed.newest, config)  # raises InputError
-    changes = changes_at_resume(changed.newest.config, config)[0]
+    if not newer_is_finished:
+        check_resume(changed, config)  # raises InputError
+    changes = changes_at_resume(changed.config, config)[0]
     say(f"note: {changed.run_dir}: not finished, and left: {'; '.join(changes[:10])}")
+    return None
+
+
+def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
+    """`latest` of a run that no live process writes. InputError if one writes a run with this very ``config``."""
+    try:
+        with lock_run(run_dir):
+            return latest(run_dir, say)
+    except BlockingIOError:
+        if read_object(run_dir / "run.json").get("config_hash") == hash_of(config):
+            raise InputError(
+                f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
+                "needed: end it, wait for it, or train.resume=never to begin another run beside it"
+            ) from None
+        say(f"{run_dir}: not resumed: a live process writes it")
+    except OSError as error:
+        say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
     return None

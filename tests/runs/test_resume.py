@@ -89,7 +89,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
         code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / f"killed{number}.log", plant=fault).end()
         assert code == -signal.SIGKILL, text
         left = sorted(path.name for path in training.only_run(cfg).glob("checkpoints/*"))
-        assert left == [[".tmp-step-000002", "step-000001"], ["step-000001", "step-000002"]][number]
+        assert left == [[".unfinished-step-000002", "step-000001"], ["step-000001", "step-000002"]][number]
     code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log", light=False).end()
     assert code == 0, text
     assert f"after {len(places)} of 5 steps" in text
@@ -293,7 +293,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
 
     def save_under_a_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
-        with pytest.raises(InputError, match="step-000002: checkpoint not written: .*File too large"):
+        with pytest.raises(InputError, match="step-000002: not written: .*File too large"):
             save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
 
     assert in_child(save_under_a_limit) == 0

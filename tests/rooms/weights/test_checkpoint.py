@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
 
 from facts.exits import InputError
+from inputs import files
 from inputs.config import changes_at_resume, to_dict
 from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig
 from runlog import log as runlog
@@ -71,7 +73,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     monkeypatch.setattr(os, "rename", lambda old, new: (events.append(f"-> {new}"), rename(old, new)))
     saved(tmp_path, cfg, 1)
     named = events.index(f"-> {tmp_path / 'checkpoints' / 'step-000001'}")
-    aside = str(tmp_path / "checkpoints" / ".tmp-step-000001")
+    aside = str(tmp_path / "checkpoints" / ".unfinished-step-000001")
     files = ("adapter.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
     assert {aside, str(tmp_path / "metrics.jsonl"), *(f"{aside}/{name}" for name in files)} <= set(events[:named])
     assert str(tmp_path / "checkpoints") in events[named:]
@@ -119,22 +121,28 @@ def test_a_file_too_many_another_name_and_a_missing_folder_are_refused(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "full"), [("save_file", SafetensorError("I/O error: disk full")), ("fsync_path", OSError(28, "disk full"))]
+    ("module", "name", "full"),
+    [
+        (checkpoint, "save_file", SafetensorError("I/O error: disk full")),
+        (files, "fsync_path", OSError(28, "disk full")),
+    ],
 )
 def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_ones(
-    name: str, full: Exception, tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch
+    module: ModuleType, name: str, full: Exception, tmp_path: Path, cfg: Config, monkeypatch: MonkeyPatch
 ) -> None:
     """safetensors raises errors of its own. Some file systems notice a full disk when bytes are forced to it."""
     saved(tmp_path, cfg, 1, 2)
-    before, real = names(tmp_path), getattr(checkpoint, name)
+    before, real = names(tmp_path), getattr(module, name)
 
     def fill_the_disk(*arguments: object) -> None:
         if "optimizer.safetensors" in str(arguments):
             raise full
         real(*arguments)
 
-    monkeypatch.setattr(checkpoint, name, fill_the_disk)
-    with pytest.raises(InputError, match=r"step-000003: checkpoint not written: .*disk full; earlier .* intact"):
+    monkeypatch.setattr(module, name, fill_the_disk)
+    with pytest.raises(
+        InputError, match=r"step-000003: not written: .*disk full; needed: a folder to write, with room"
+    ):
         saved(tmp_path, cfg, 3)
     assert names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))
 
@@ -198,15 +206,6 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     assert resumable(other, said.append) is None  # a new run has been wished since
     assert said == [f"note: {log.run_dir}: not finished, and left: optim.lr: 1e-05 -> 0.5"]
     assert resumable(cfg).run_dir == log.run_dir
-
-
-def test_a_run_without_a_checkpoint_is_named_and_a_new_one_begins(cfg: Config) -> None:
-    log = start_a_run(cfg)
-    log.close()
-    said: list[str] = []
-    assert resumable(cfg, said.append) is None
-    (line,) = said
-    assert line.startswith(f"note: {log.run_dir}: not finished, and without a usable checkpoint; that folder is left")
 
 
 def test_what_a_resume_may_change_is_taken_over_and_more_steps_only_without_a_schedule(cfg: Config) -> None:
