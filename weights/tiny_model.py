@@ -39,6 +39,8 @@ from tasks.arithmetic import Line, Problem
 from weights import huggingface
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerBase
 
 RECORD = "tiny_model.json"  # how the model was made; this file is written last
@@ -318,19 +320,11 @@ def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase)
 # -------------------------------------------------------------------------------------------------------- its tokenizer
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
-    """Train on ``texts``, write the tokenizer's files to ``folder``; returns the number of used ids, <= vocab_size.
+def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train on ``texts`` and write the tokenizer's files to ``folder``. The same texts give the same bytes."""
+    from tokenizers import models, pre_tokenizers, trainers
 
-    The same texts give the same files byte for byte.  A digit is always a token of its own, so that the model can
-    learn to add and subtract digit by digit.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = digit_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
@@ -338,15 +332,29 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    save_tokenizer(tokenizer, folder, {"pad_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[2]}, CHAT_TEMPLATE)
 
+
+def digit_tokenizer(model: BPE) -> Tokenizer:
+    """Byte-level BPE in which a digit is always a token of its own, so that a model can calculate digit by digit."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, special: dict[str, str], chat_template: str) -> None:
+    """Write tokenizer.json and tokenizer_config.json to ``folder``, which may be new."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": SPECIAL_TOKENS[0],
-        "eos_token": SPECIAL_TOKENS[2],
+        **special,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return tokenizer.get_vocab_size()
