@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -348,8 +349,8 @@ class Parallel:
         squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
-    def copies(self, parameter: Factor) -> int:
-        """The number of ranks that hold this piece of ``parameter``."""
+    def copies(self, parameter: Any) -> int:
+        """The number of ranks that hold this piece of ``parameter``, a Factor or a huggingface.Slot."""
         if parameter.is_expert:
             return self.expert_data
         return self.data if parameter.shard_dim is not None else self.data * self.tensor

@@ -6,7 +6,6 @@ everything below follows from the list of slots. Nothing is ever unpickled.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -33,11 +32,15 @@ class Slot:
 
     stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
     names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; of a stack expert by expert
-    dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each one holds all
+    shard_dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each holds all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     experts: slice | None = None  # local numbers of routed experts
     adapter: Adapter | None = None  # the LoRA module, once attached
     kind: str = ""  # of the module; empty for embedding, final norm and head
+
+    @property
+    def is_expert(self) -> bool:
+        return self.experts is not None
 
     @property
     def weight(self) -> Tensor:
@@ -172,21 +175,19 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted({Path(name) for name in read_object(index, ("weight_map",))["weight_map"].values()})
-        except (InputError, TypeError, AttributeError) as error:
-            raise InputError(f"{index}: not a valid weight index ({error})") from None
-        missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
-        if missing:
-            raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
-        return [model_dir / name for name in names]
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        pickled = [path.name for path in model_dir.glob("*.bin")]
-        content = f"found {pickled[0]}, and pickled files are never opened" if pickled else "found none"
-        raise InputError(f"model.path: no *.safetensors in {model_dir}: {content}")
-    return files
+    if not index.exists():
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            raise InputError(f"model.path: no *.safetensors in {model_dir}; pickled files (*.bin) are never opened")
+        return files
+    try:
+        names = sorted({Path(name) for name in read_object(index, ("weight_map",))["weight_map"].values()})
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{index}: not a valid weight index ({error})") from None
+    missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
+    if missing:
+        raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
+    return [model_dir / name for name in names]
 
 
 @torch.no_grad()
@@ -202,11 +203,10 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
     matrices = [(slot, index, names) for slot in todo for index, names in enumerate(slot.blocks)]
     silent = None if parallel.rank == 0 else True
     for slot, index, names in tqdm(matrices, desc="loading weights", disable=silent, leave=False):
-        is_expert = slot.experts is not None
-        stored = slot.stored[index] if is_expert else slot.stored
+        stored = slot.stored[index] if slot.is_expert else slot.stored
         blocks = [tensors[name] for name in names]
-        if slot.dim is not None:
-            blocks = [block.chunk(parallel.tensor, slot.dim)[parallel.tensor_rank] for block in blocks]  # views
+        if slot.shard_dim is not None:
+            blocks = [block.chunk(parallel.tensor, slot.shard_dim)[parallel.tensor_rank] for block in blocks]  # views
         value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             dtype = str(value.dtype).removeprefix("torch.")
@@ -217,7 +217,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
             continue
         if slot.qkv_groups:
             value = interleave_qkv(value, slot.qkv_groups, arch)
-        stored.copy_(value.t() if is_expert else value)
+        stored.copy_(value.t() if slot.is_expert else value)
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -266,7 +266,7 @@ def changing(todo: list[Slot], only: Collection[str], adapted: bool = True, expe
 
     Without ``experts``, the routed experts are left out.
     """
-    todo = [slot for slot in todo if experts or slot.experts is None]
+    todo = [slot for slot in todo if experts or not slot.is_expert]
     wanted = {
         fused_group(slot.names[0])
         for slot in todo
@@ -298,9 +298,9 @@ def _whole(
     """The whole blocks of the slot, from the joined shares ``value`` that this rank has of them. Collective."""
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)
-    by_rank = gather(value, parallel.tensor if slot.dim is not None else 1, parallel.tensor_group)
+    by_rank = gather(value, parallel.tensor if slot.shard_dim is not None else 1, parallel.tensor_group)
     if len(names) == 1:
-        yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(list(by_rank), slot.dim)
+        yield names[0], by_rank[0] if len(by_rank) == 1 else torch.cat(list(by_rank), slot.shard_dim)
         return
     sizes = [value.shape[0] // 2] * 2  # gate, up
     if slot.qkv_groups:
@@ -311,13 +311,11 @@ def _whole(
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the permissions of any new file; safetensors lets only its owner read it."""
+    """Write a safetensors file that those may read who may list its folder; safetensors lets only its owner read it."""
     import safetensors.torch
 
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    mask = os.umask(0)  # the system tells the mask only in exchange for another one
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:

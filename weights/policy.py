@@ -127,19 +127,12 @@ class Policy:
 
     def _frozen_pieces(self, slot: Slot) -> Pieces:
         """The weights of ``slot`` under the name of their first block, if other ranks hold them, too."""
-        parallel = self.parallel
-        if slot.experts is not None:
-            holders = parallel.expert_data
-        elif slot.dim is not None:
-            holders = parallel.data
-        else:
-            holders = parallel.data * parallel.tensor
-        if holders == 1:
+        if self.parallel.copies(slot) == 1:
             return {}
-        shard = str(parallel.tensor_rank) if slot.dim is not None else ""
+        shard = str(self.parallel.tensor_rank) if slot.shard_dim is not None else ""
         pieces: Pieces = {}
         for part, tensor in slot.held().items():
-            matrices = tensor[None] if slot.experts is None else tensor
+            matrices = tensor if slot.is_expert else tensor[None]
             for names, matrix in zip(slot.blocks, matrices, strict=True):
                 pieces[names[0] + part, shard] = matrix
         return pieces
@@ -196,7 +189,7 @@ class Policy:
             first, second = adapter.B, adapter.A
         else:
             first, second = adapter.A[slot.experts], adapter.B[slot.experts]
-        scale = self.cfg.lora.alpha / self.cfg.lora.rank_of(slot.experts is not None)
+        scale = self.cfg.lora.alpha / self.cfg.lora.rank_of(slot.is_expert)
         every, dtype = -(-first.shape[-2] // SAMPLED_ROWS), slot.stored.dtype
         first = first[..., ::every, :]
         pair = first.new_empty(2, *first.shape[:-1], second.shape[-1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import multiprocessing
-import os
 import pickle
 import random
 import re
@@ -191,14 +190,11 @@ def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_pat
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
 
 
-def test_save_model_takes_views_and_transposed_tensors_and_others_may_read_them_as_the_mask_says(tmp_path):
+def test_save_model_takes_views_and_transposed_tensors_and_who_may_list_the_folder_may_read_them(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     tensors = {"a": base.t(), "b": base[1:], "c": base}
-    before = os.umask(0o027)
-    try:
-        huggingface.save_model(iter(tensors.items()), tmp_path)
-    finally:
-        os.umask(before)
+    tmp_path.chmod(0o750)
+    huggingface.save_model(iter(tensors.items()), tmp_path)
     assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
@@ -259,7 +255,7 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
         r"model.safetensors: cannot be read \(Is a directory\)",
     ),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in .*: found none"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in "),
     "same tensor in two files": (
         lambda d: save_file({NORM: torch.ones(64)}, d / "more.safetensors"),
         f"more.safetensors: {NORM} is also in another file|{NORM} is also in",
@@ -289,7 +285,7 @@ def test_pickled_weights_are_never_opened(model_dir):
     (model_dir / "model.safetensors").unlink()
     trap = model_dir / "opened"
     (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(trap)))
-    with pytest.raises(InputError, match=r"found pytorch_model\.bin, and pickled files are never opened"):
+    with pytest.raises(InputError, match=r"no \*\.safetensors in .*; pickled files .* are never opened"):
         huggingface.read_model(model_dir, hf_config.read(model_dir))
     assert not trap.exists()
     pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
