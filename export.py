@@ -5,7 +5,7 @@
     python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft; only --probes
-loads a model, by transformers, or under torchrun by Megatron. Exported files are read back and checked (names, shapes,
+loads a model, by transformers, or under torchrun by Megatron. A merged model is read back and checked (names, shapes,
 finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute the
 trainer's log-probabilities from them. E experts, R the rank of a pair.
 """
@@ -35,11 +35,11 @@ from hardware import device as devices
 from hardware import quantisation as quantised
 from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, to_dict
-from inputs.files import first_names, read_bytes, read_object, read_tensors, refuse_used, whole_folder
+from inputs.files import first_names, read_bytes, read_object, refuse_used, whole_folder
 from knobs import Config, ModelConfig
 from runlog.run_record import changed_inputs, input_files, refuse_changed_inputs
 from weights import checkpoint, huggingface, peft_adapters, probes
-from weights.adapter_weights import Adapted, adapted_modules
+from weights.adapter_weights import Adapted, adapted_modules, refuse_unfit
 from weights.peft_adapters import Form, Pair, Pairs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
@@ -71,7 +71,7 @@ def read_policy(
     arch = hf_config.read(cfg.model.path)
     huggingface.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
-    return cfg, found, changed, arch, modules, check_factors(found, modules)
+    return cfg, found, changed, arch, modules, read_factors(found, modules)
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
@@ -80,7 +80,9 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     InputError if the folder is no run or has no such checkpoint, or if config.yaml has changed since the checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made")
+        raise InputError(
+            f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made (for --probes: or a PEFT adapter)"
+        )
     cfg = load_recorded(run_dir / "config.yaml")
     folder = run_dir / "checkpoints"
     if step is None:
@@ -99,25 +101,15 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     return cfg, found
 
 
-def check_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
-    """The checkpoint's factors in fp32; InputError unless names, shapes and values are those of ``modules``."""
-    factors = dict(found.tensors.get("adapter", {}))
-    expected = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
-    for name in sorted(expected.keys() | factors.keys()):
-        if name not in factors:
-            fault = "is missing"
-        elif name not in expected:
-            fault = "is not what lora.targets trains in this base model"
-        elif not factors[name].is_floating_point():
-            fault = f"holds {factors[name].dtype}; needed: floating-point numbers"
-        elif tuple(factors[name].shape) != expected[name]:
-            fault = f"has shape {list(factors[name].shape)}, the run needs {list(expected[name])}"
-        elif not factors[name].isfinite().all():
-            fault = "holds values that are not finite"
-        else:
-            continue
-        raise InputError(f"{found.path / 'adapter.safetensors'}: {name} {fault}")
-    return {name: factor.float() for name, factor in factors.items()}
+def read_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
+    """The checkpoint's factors; InputError unless names, shapes and values are those of ``modules``."""
+    factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
+    shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
+    refuse_unfit(factors, shapes, where)
+    for name, factor in factors.items():
+        if not factor.isfinite().all():
+            raise InputError(f"{where}: {name} holds values that are not finite")
+    return factors
 
 
 # ------------------------------------------------------------------------------------------------ merged model
@@ -184,23 +176,19 @@ def write_merged(
     modules: list[Adapted],
     factors: dict[str, Tensor],
     alpha: float,
-) -> tuple[int, int]:
-    """Write the merged model with the tensor names of the base model to ``folder``.  -> (tensors, bytes)"""
-    source, dtype, shapes = Path(model.path), devices.DTYPES[model.dtype], tensor_shapes(arch)
-    num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    _check_room(folder, num_bytes)
+) -> None:
+    """Write the merged model with the tensor names of the base model to ``folder``."""
+    source, dtype = Path(model.path), devices.DTYPES[model.dtype]
     base = huggingface.read_model(source, arch)
-    tensors = merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation)
-    huggingface.save_model(tensors, folder)
+    huggingface.save_model(merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation), folder)
     about = read_object(source / "config.json")
     for key in {"dtype", "torch_dtype"} & about.keys():
         about[key] = str(dtype).removeprefix("torch.")  # transformers loads the weights in this type by default
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     copy_tokenizer(source, folder)
     for name, weight in huggingface.read_model(folder, arch).items():
-        if weight.dtype != dtype or not weight.isfinite().all():
-            raise InputError(f"{source}: {name}, merged, is not a finite {dtype} tensor")
-    return len(shapes), num_bytes
+        if not weight.isfinite().all():
+            raise InputError(f"{source}: {name}, merged, holds values that are not finite in {dtype}")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -222,28 +210,15 @@ def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: floa
     }
 
 
-def write_adapter(
-    folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form
-) -> tuple[int, int]:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and what reads them.  -> tensors, bytes
+def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
+    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and what reads them.
 
     They name the folder of the base model from the root, because the adapter is used from anywhere. The tokenizer and
     its chat template lie beside them, as servers expect.
     """
-    tensors = peft_adapters.tensors(arch, pairs, form)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    _check_room(folder, num_bytes)
-    settings = peft_adapters.config(os.path.abspath(base_model), arch, pairs, alpha, form)
-    peft_adapters.save(folder, tensors, settings)
-    if settings["rank_pattern"] and not settings["target_modules"]:
-        _note("PEFT will warn that rank_pattern matched no module; it does apply it, to parameters")
+    peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     (folder / "README.md").write_text(f"A PEFT adapter for {base_model}. {READ_BY[form]}\n")
     copy_tokenizer(Path(base_model), folder)
-    path = folder / peft_adapters.FILE
-    written = read_tensors(path)
-    if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
-        raise InputError(f"{path}: the file differs from what was written; is the disk sound?")
-    return len(tensors), num_bytes
 
 
 # ------------------------------------------------------------------------------------------------ probes
@@ -256,12 +231,13 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     float64, or under torchrun the run's trainer in its layout. Collective then.
     """
     refuse_used(out_dir)
-    cfg, settings = None, source / peft_adapters.SETTINGS
-    if not settings.is_file() and not (source / "config.yaml").is_file():
-        raise InputError(f"{source}: neither {settings.name} nor config.yaml in it; needed: a PEFT adapter, or a run")
+    cfg, under_torchrun, first = None, "RANK" in os.environ, parallel_setup.launched_rank() == 0
+    settings = source / peft_adapters.SETTINGS
     if settings.is_file():
+        if under_torchrun:
+            raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes")
         named = str(read_object(settings).get("base_model_name_or_path"))
-        base = base or named
+        base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
             raise InputError(
                 f"{settings}: its base model is {named}, and {base} has no config.json; needed: --base MODEL"
@@ -270,21 +246,17 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         pairs = peft_adapters.read(source, arch)
     else:
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
-        base, pairs = cfg.model.path, pairs_of(modules, factors, cfg.lora.alpha)
-    base = os.path.abspath(base)
-    under_torchrun, first = "RANK" in os.environ, parallel_setup.launched_rank() == 0
-    if under_torchrun and cfg is None:
-        raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes then")
-    rank = max(probes.RANK, *(len(pair.a) for pair in pairs.values()))
+        base, pairs = os.path.abspath(cfg.model.path), pairs_of(modules, factors, cfg.lora.alpha)
     if cfg and under_torchrun:
+        rank = max(probes.RANK, *(len(pair.a) for pair in pairs.values()))
         reference: contextlib.AbstractContextManager[probes.Value] = probes.Trainer.opened(cfg, arch, rank)
     else:
         reference = contextlib.nullcontext(probes.Float64(base, arch))
     with reference as value:
-        found = probes.make(base, arch, value, pairs, print if first else lambda _: None)
+        kinds, expected = probes.make(base, arch, value, pairs, print if first else lambda _: None)
     if first:
         with whole_folder(out_dir, SafetensorError) as folder:
-            probes.write(folder, found, arch)
+            probes.write(folder, kinds, expected, arch)
             given = folder / probes.PROBES / probes.GIVEN
             if cfg is None:
                 shutil.copytree(source, given.with_suffix(".copied"))
@@ -299,12 +271,6 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
-
-
-def _check_room(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise InputError(f"{folder}: {num_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free on the disk")
 
 
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
@@ -322,11 +288,11 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
                     "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
                 )
             pairs = pairs_of(modules, factors, cfg.lora.alpha)
-            num_tensors, num_bytes = write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
+            write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
             if cfg.model.quantisation != "none":
                 _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
         else:
-            num_tensors, num_bytes = write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
+            write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(run_dir / "config.yaml"))
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:
                 _note(
@@ -335,10 +301,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
             _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
-    return (
-        f"wrote {out_dir}: {'merged model' if form is None else 'PEFT adapter'} after step {found.step} "
-        f"({num_tensors} tensors, {num_bytes / 2**20:.1f} MiB)"
-    )
+    return f"wrote {out_dir}: {'PEFT adapter' if form else 'merged model'} after step {found.step}"
 
 
 def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs: bool) -> str:

@@ -296,17 +296,13 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     versions = versions_of(args.stack)
     say(", ".join([args.stack, args.dtype, *(f"{name} {version}" for name, version in versions.items())]))
     rows: list[dict[str, Any]] = []
+    context = opened(expected, args, adapters)
     with contextlib.ExitStack() as until_the_end:
         try:
-            program = until_the_end.enter_context(opened(expected, args, adapters))
-        except InputError:
-            raise
-        except Exception as error:  # of a program that is not ours: any kind
-            raise InputError(f"{args.stack}: does not start or answer: {one_line(error)}") from error
-        try:
+            program = until_the_end.enter_context(context)
             base_got = program(None).double()
-        except Exception as error:
-            raise InputError(f"{args.stack}: the base, without an adapter: {one_line(error)}") from error
+        except Exception as error:  # of a program that is not ours: any kind
+            raise InputError(f"{args.stack}: does not start or answer without an adapter: {one_line(error)}") from error
         own = (base_got - base).abs().mean().item()
         tolerance = max(FLOOR[args.dtype][1], 3 * own)
         if not tolerance <= LARGEST:
@@ -326,13 +322,8 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
             say(as_text(rows[-1]))
     counts = Counter(row["verdict"] for row in rows)
     say(f"{len(rows)} adapters: {', '.join(f'{number} {verdict}' for verdict, number in counts.most_common())}")
-    return all(map(is_good, rows)), {
-        "stack": args.stack,
-        "dtype": args.dtype,
-        "versions": versions,
-        "tolerance": tolerance,
-        "rows": rows,
-    }
+    figures = {"stack": args.stack, "dtype": args.dtype, "versions": versions, "tolerance": tolerance, "rows": rows}
+    return all(map(is_good, rows)), figures
 
 
 def as_text(row: dict[str, Any]) -> str:

@@ -76,30 +76,37 @@ def scatter(
     parallel: Parallel,
     ending: str = "",
 ) -> dict[str, Tensor]:
-    """The pieces of this rank, by factor name, of all ``wholes`` whose name has this ``ending``; one is read at a time.
+    """The pieces of this rank, by factor name, of all ``wholes`` whose name has this ``ending``.
 
     Raises InputError when names or shapes are not those of these adapters.
     """
     factors = lora_megatron.factors(adapters)
-    expected = {hf_name(name, arch) + ending for name in factors}
-    odd = sorted(expected ^ {name for name in wholes if name.endswith(ending)})
-    if odd:
-        raise InputError(f"checkpoint: the adapters do not match lora.targets; {odd[0]} is on one side only")
+    shapes = {hf_name(name, arch) + ending: whole_shape(factor, parallel) for name, factor in factors.items()}
+    refuse_unfit({name: wholes[name] for name in wholes if name.endswith(ending)}, shapes, "checkpoint")
     pieces = {}
-    for name, factor in factors.items():
-        whole_name, shape = hf_name(name, arch) + ending, whole_shape(factor, parallel)
-        value = wholes[whole_name]
-        if tuple(value.shape) != shape or value.dtype != factor.dtype:
-            raise InputError(
-                f"checkpoint: {whole_name} has shape {list(value.shape)} of {value.dtype}, "
-                f"the model needs {list(shape)} of {factor.dtype}"
-            )
-        value = piece(name, factor, value, arch, parallel)
+    for (name, factor), whole_name in zip(factors.items(), shapes, strict=True):
+        value = piece(name, factor, wholes[whole_name], arch, parallel)
         negative = ending == ".exp_avg_sq" and bool((value < 0).any())
         if not value.isfinite().all() or negative:
             raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
+
+
+def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """InputError unless ``wholes`` has the names and shapes of ``shapes``, in fp32. It reads no values."""
+    for name in sorted(shapes.keys() | wholes.keys()):
+        if name not in wholes:
+            fault = "is missing"
+        elif name not in shapes:
+            fault = "is not what lora.targets trains in this model"
+        elif tuple(wholes[name].shape) != shapes[name] or wholes[name].dtype != torch.float32:
+            fault = (
+                f"has shape {list(wholes[name].shape)} of {wholes[name].dtype}, the model needs {list(shapes[name])}"
+            )
+        else:
+            continue
+        raise InputError(f"{where}: {name} {fault}")
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ import contextlib
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,9 +233,7 @@ class Float64:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        plain = {"attn_implementation": "eager"}  # its other implementations do not all take fp64
-        if int(transformers.__version__.partition(".")[0]) >= 5:
-            plain["experts_implementation"] = "eager"
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others do not all take fp64
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.model = load(model_dir, dtype=torch.float64, **plain).eval()
         self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts_for(arch)
@@ -282,13 +281,13 @@ class Trainer:
 # ------------------------------------------------------------------------------------------------ the folder
 
 
-class Probes(NamedTuple):
-    kinds: dict[str, Pairs]
-    expected: dict[str, Any]  # see EXPECTED
+def make(
+    model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]
+) -> tuple[dict[str, Pairs], dict[str, Any]]:
+    """The pairs of each kind for the base ``model``, and the content of EXPECTED.
 
-
-def make(model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]) -> Probes:
-    """The probes for the base ``model``. ``value`` is the reference; ``given``: see GIVEN."""
+    ``value`` is the reference; ``given``: see GIVEN.
+    """
     base, kinds = value({}), {GIVEN: given}
     for kind in KINDS:
         if found := _sized(kind, arch, value, base, say):
@@ -304,31 +303,24 @@ def make(model: str, arch: Architecture, value: Value, given: Pairs, say: Callab
         expected["kinds"][kind] = {"right": right.tolist(), "faults": far}
         effect = (right - base).abs().mean().item()
         say(f"{kind:14} {len(pairs):6} matrices  {effect:.2f} nats  {len(far)} faults")
-    return Probes(kinds, expected)
+    return kinds, expected
 
 
-def write(folder: Path, probes: Probes, arch: Architecture) -> None:
+def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch: Architecture) -> None:
     """Write expected.json, and the adapters of all kinds but the given one."""
-    (folder / EXPECTED).write_text(json.dumps(probes.expected))
-    for kind in probes.kinds.keys() - {GIVEN}:
-        write_forms(folder / PROBES, kind, probes.expected["model"], arch, probes.kinds[kind])
+    (folder / EXPECTED).write_text(json.dumps(expected))
+    for kind in kinds.keys() - {GIVEN}:
+        write_forms(folder / PROBES, kind, expected["model"], arch, kinds[kind])
 
 
 def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> Pairs:
     """The pairs of a kind, of the size that has the EFFECT; empty if the model has no such module, or it has none."""
-    pattern = rf"model\.layers\.(\d+)\.{KINDS[kind].replace('LAST', str(arch.num_experts - 1))}"
-    names = [name.removesuffix(".weight") for name in tensor_shapes(arch) if name.endswith(".weight")]
-    of_layer: dict[int, list[str]] = {}
-    for name in names:
-        if match := re.fullmatch(pattern, name):
-            of_layer.setdefault(int(match[1]), []).append(name)
-    every = list(of_layer)
-    count = min(LAYERS, len(every))
-    chosen = {every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)}
-    names, size = [name for layer in sorted(chosen) for name in of_layer[layer]], 0.1
+    names = _names(kind, arch)
+    if not names:
+        return {}
     found: Pairs = {}
-    best = FARTHEST
-    for _ in range(6 if names else 0):  # the effect grows about in proportion, but for a router
+    size, best = 0.1, FARTHEST
+    for _ in range(6):  # the effect grows about in proportion, but for a router
         pairs = draw(names, arch, RANK, ALPHA, size)
         effect = (value(pairs) - base).abs().mean().item()
         if abs(effect - EFFECT) < best:
@@ -336,9 +328,22 @@ def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Calla
         if best < NEAR:
             break
         size *= min(8.0, EFFECT / effect) if effect else 8.0
-    if names and not found:
+    if not found:
         say(f"{kind}: left out, because no factors move the log-probs by about {EFFECT} nats")
     return found
+
+
+def _names(kind: str, arch: Architecture) -> list[str]:
+    """The matrices of a kind, in at most LAYERS of the layers that have it."""
+    pattern = rf"(model\.layers\.\d+)\.{KINDS[kind].replace('LAST', str(arch.num_experts - 1))}\.weight"
+    of_layer: dict[str, list[str]] = defaultdict(list)
+    for name in tensor_shapes(arch):
+        if match := re.fullmatch(pattern, name):
+            of_layer[match[1]].append(name.removesuffix(".weight"))
+    count = min(LAYERS, len(of_layer))
+    step = (len(of_layer) - 1) / max(count - 1, 1)
+    chosen = {list(of_layer)[round(i * step)] for i in range(count)}
+    return [name for layer, names in of_layer.items() if layer in chosen for name in names]
 
 
 def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pairs: Pairs) -> None:

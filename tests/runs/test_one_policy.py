@@ -479,7 +479,7 @@ def test_merged_model_has_the_trainers_logprobs(runs: dict[str, Run], name: str,
     assert (found - logp_of(reference.load(run.base))).abs().max() > 0.1
     base, merged = tensors_in(run.base), tensors_in(out)
     assert {key: value.shape for key, value in merged.items()} == {key: value.shape for key, value in base.items()}
-    assert f"wrote {out}: merged model after step 3 ({len(base)} tensors, " in capsys.readouterr().out
+    assert f"wrote {out}: merged model after step 3\n" in capsys.readouterr().out
     for copied in ("config.json", "tokenizer.json", "generation_config.json"):
         assert json.loads((out / copied).read_text()) == json.loads((run.base / copied).read_text())
 
@@ -495,12 +495,8 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     run, out = runs[name], tmp_path / "adapter"
     assert export.main([str(run.folder), "--adapter", str(out)]) == 0
     streams = capsys.readouterr()
-    assert streams.out.startswith(f"wrote {out}: PEFT adapter after step 3 (")
-    # The second note is for quantised bases.
-    assert [note in streams.err for note in ("PEFT will warn", "belongs to a base with")] == [
-        name == "qwen2_no_attention_expert_rank",
-        False,
-    ]
+    assert streams.out == f"wrote {out}: PEFT adapter after step 3\n"
+    assert "belongs to a base with" not in streams.err  # a note for quantised bases
     copied, written = {"tokenizer.json", "generation_config.json"}, {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in out.iterdir()} == {*written, "README.md"} | copied
     assert "transformers 5.19" in (out / "README.md").read_text()
@@ -641,7 +637,7 @@ REFUSALS = {  # what is wrong: how it is made so, given the run, base and target
     "factors missing": (lambda r, b, t: save_factors(r, **{QKV_A: None}), [f"{QKV_A} is missing", LAST]),
     "a factor's shape": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.ones(2, 64)}),
-        [f"{QKV_A} has shape [2, 64], the run needs [4, 64]"],
+        [f"{QKV_A} has shape [2, 64] of torch.float32, the model needs [4, 64]"],
     ),
     "a factor not finite": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.full((4, 64), float("inf"))}),
@@ -728,10 +724,3 @@ def test_the_optimizers_moments_are_never_read(copied, tmp_path: Path) -> None:
     assert export.main([str(run), "--adapter", str(out)]) == 0
     moments.unlink()
     assert export.main([str(run), "--adapter", str(tmp_path / "again"), "--step", "3"]) == 2  # but it has to be there
-
-
-def test_a_full_disk_is_said_before_anything_is_written(copied, capsys, monkeypatch) -> None:
-    usage = shutil.disk_usage(copied[2].parent)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert export.main([str(copied[0]), "--merged", str(copied[2])]) == 2
-    assert "MiB needed, 0.0 MiB free" in capsys.readouterr().err and [*copied[2].parent.iterdir()] == []

@@ -128,7 +128,7 @@ RESUME = [
     row("changed key, run", "step-000002: changed since: optim.lr: 1e-05 -> 0.1; needed: the old values",
         resumed(lambda r: None), "optim.lr=0.1", run=True),
     row("checkpoints corrupted", "run holds no usable checkpoint", each_adapter(flip_a_bit), run=True),
-    row("adapter of another", "is on one side only", each_adapter(other_factors(lambda t: t.popitem())), run=True),
+    row("adapter of another", "is missing", each_adapter(other_factors(lambda t: t.popitem())), run=True),
     row("adapter sizes", "checkpoint: model.layers.0. ... has shape [ ... the model needs [",
         each_adapter(other_factors(lambda t: t.update({max(t): torch.ones(3, 5)}))), run=True),
     row("a text as step", "state.json: step: found '2'; needed: what a run saves",
