@@ -133,7 +133,8 @@ def merged_tensors(
     frozen = functools.partial(quantised.frozen, base, dtype=dtype, quantisation=quantisation)
     done: set[str] = set()
     for adapted in modules:
-        for part in adapted.parts():
+        module = adapted.module
+        for part in lora_megatron.stacks((module.copies, module.in_size, module.out_size)):
             names = adapted.names(part)
             merged = merged_part(adapted, part, list(map(frozen, names)), factors, alpha, arch)
             yield from zip(names, merged, strict=True)
@@ -145,7 +146,7 @@ def merged_tensors(
 
 def merged_part(
     adapted: Adapted,
-    part: slice | None,
+    part: slice,
     weights: list[Tensor],
     factors: dict[str, Tensor],
     alpha: float,
@@ -158,7 +159,7 @@ def merged_part(
     module, scale = adapted.module, alpha / adapted.rank
     a, b = factors[f"{adapted.name}.A"], factors[f"{adapted.name}.B"]
     weight = torch.cat(weights).view(-1, module.out_size, module.in_size)
-    if part is not None:
+    if adapted.is_expert:
         merged = lora_megatron.merge(weight.mT, a[part], b[part], scale).mT
     elif module.target == "linear_qkv":
         weight, b = (huggingface.interleave_qkv(rows, arch.num_kv_heads, arch) for rows in (weight[0], b))

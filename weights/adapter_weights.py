@@ -168,14 +168,9 @@ class Adapted(NamedTuple):
             for block, rows_of_b in zip(blocks, by_block, strict=True):
                 yield f"{self.layer}{block.format(expert)}.weight", a_of_it, rows_of_b
 
-    def parts(self) -> list[slice | None]:
-        """The experts that trainer and push merge at once, in turn; [None] for a module that is no expert's."""
-        shape = (self.module.copies, self.module.in_size, self.module.out_size)
-        return list(lora_megatron.stacks(shape)) if self.is_expert else [None]
-
-    def names(self, part: slice | None) -> list[str]:
-        """The weights of the base model that the module holds, or those of a part of the experts, one after another."""
-        numbers = range(self.module.copies)[part or slice(None)]
+    def names(self, part: slice) -> list[str]:
+        """The weights of the base model that a part of the experts holds, one after another; [0:1] without experts."""
+        numbers = range(self.module.copies)[part]
         return [f"{self.layer}{block.format(number)}.weight" for number in numbers for block in self.module.blocks]
 
 
