@@ -15,12 +15,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import adapted
-import killed
 import pytest
 import reference
 import torch
 import training
 import world
+from breaking import cut
 from launched import launch
 from lora_reference import TARGETS
 from safetensors.torch import load_file
@@ -506,16 +506,10 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert (on - without).abs().max() > 0.1
 
 
-@pytest.fixture(scope="module")
-def probed(runs, tmp_path_factory) -> tuple[Run, Path]:
-    run, out = runs["qwen2_shared_tied"], tmp_path_factory.mktemp("probed") / "probes"
-    assert export.main([str(run.folder), "--probes", str(out)]) == 0
-    return run, out
-
-
-def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(probed, tmp_path, capsys) -> None:
+def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(runs, tmp_path, capsys) -> None:
     """PEFT with transformers 5 applies the stack of a Qwen2-MoE's experts, and leaves out a pair an expert."""
-    (run, out), merged = probed, tmp_path / "merged"
+    run, out, merged = runs["qwen2_shared_tied"], tmp_path / "probes", tmp_path / "merged"
+    assert export.main([str(run.folder), "--probes", str(out)]) == 0
     assert export.main([str(run.folder), "--merged", str(merged)]) == 0
     capsys.readouterr()
     for stack, verdicts in (
@@ -587,16 +581,6 @@ def test_export_needs_neither_megatron_nor_transformers_nor_peft(runs: dict[str,
     assert done.returncode == 0 and done.stdout.count("wrote ") == 2, done.stderr
 
 
-@pytest.mark.parametrize("kind", ["--adapter", ci("--merged")])
-def test_an_export_that_was_killed_at_any_file_operation_works_again(kind, runs: dict[str, Run], tmp_path) -> None:
-    folder = tmp_path / "exports"
-    folder.mkdir()
-    command = [str(runs["qwen3_attention"].folder), kind, str(folder / "out")]
-    moments, wrong = killed.after_each_kill(lambda: export.main(command), folder)
-    assert wrong == [] and moments > 8
-    assert [path.name for path in folder.iterdir()] == ["out"]
-
-
 # ---------------------------------------------------------------- refusals
 
 QKV_A = "model.layers.0.self_attn.qkv_proj.A"
@@ -615,10 +599,6 @@ def rewrite(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 REFUSALS = {  # what is wrong: how it is made so, given the run, base and target folders; what the line says; options
@@ -693,10 +673,10 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(copied, mon
 
 def test_a_damaged_last_step_is_skipped_with_a_note(copied, capsys) -> None:
     run, _, target = copied
-    truncate(run / LAST / "adapter.safetensors")
+    cut("adapter.safetensors")(run / LAST)
     assert export.main([str(run), "--adapter", str(target)]) == 0
     streams = capsys.readouterr()
-    assert "after step 2 " in streams.out and "checkpoint skipped" in streams.err
+    assert "after step 2\n" in streams.out and "checkpoint skipped" in streams.err
 
 
 def test_the_optimizers_moments_are_never_read(copied, tmp_path: Path) -> None:
