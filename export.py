@@ -64,12 +64,12 @@ def read_policy(
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
     """Of a run: configuration, checkpoint, accepted changes of its inputs, architecture, adapted modules, factors.
 
-    InputError for a base model that does not fit or has changed."""
+    InputError for a base model that has changed, or that the factors do not fit.
+    """
     cfg, found = read_run(run_dir, step)
     changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
     refuse_changed_inputs(changed, accept=accept_changed_inputs, how="--accept-changed-inputs")
     arch = hf_config.read(cfg.model.path)
-    huggingface.read_model(cfg.model.path, arch)
     modules = list(adapted_modules(arch, cfg.lora))
     return cfg, found, changed, arch, modules, read_factors(found, modules)
 
