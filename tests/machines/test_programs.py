@@ -212,7 +212,6 @@ def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
     ("arguments", "variables", "words"),
     [
         (["optim.rate=1"], {}, "optim.rate: unknown key"),
-        (["data.num_test=9"], {}, "eval.num_questions: 32 exceeds data.num_test 9"),
         (["--reports"], {}, "--reports: expected CONFIG, section.key=value, --report FILE or --help"),
         (["--report"], {}, "--report: FILE is missing"),
         (["--report", str(ROOT / "README.md")], {}, "README.md is another file; needed: a new name"),

@@ -231,14 +231,14 @@ def begin(folder: Path, cfg: Config) -> None:
     (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
 
 
-def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tuple[list[int], list[int]]]:
+def greedy(parallel: Parallel, path: Path, folder: Path) -> list[tuple[list[int], list[int]]]:
     """Prompts and the sampler's greedy answers after a push, as in an evaluation. The factors go to a checkpoint."""
-    cfg = config(path, model__dtype=dtype, rollout__sync="merged")
-    policy = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    cfg = config(path, model__dtype="bf16", rollout__sync="merged")
+    policy = attached(path, cfg, parallel, merges=True)
     with torch.no_grad():
         for adapter in policy.adapters.values():
             adapter.B.div_(STEP)  # a large update
-    engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, dtype=DTYPES[dtype])
+    engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, dtype=torch.bfloat16)
     Push(adapted.placed(cfg, parallel), policy, engine)(0, PROMPTS[0])
     factors = {name: factor.clone() for name, factor in policy.whole()}
     if parallel.rank == 0:
@@ -249,16 +249,15 @@ def greedy(parallel: Parallel, path: Path, dtype: str, folder: Path) -> list[tup
     return [(prompt, one.tokens) for prompt, (one,) in zip(prompts, answers, strict=True)]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe", "bf16"), ("qwen2_moe", "fp32")])
-def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_answers_with_the_merged_export_as_the_sampler_does(tmp_path: Path) -> None:
     """Token by token along the sampler's answers. In bf16 transformers has kernels of its own: 2 % may differ."""
     from transformers import AutoModelForCausalLM
 
-    path, run = reference.save(kind, tmp_path / "base"), tmp_path / "run"
-    answers = world.in_layouts(["EP2"], greedy, path, dtype, run)["EP2"][0]
+    path, run = reference.save("qwen3_moe", tmp_path / "base"), tmp_path / "run"
+    answers = world.in_layouts(["EP2"], greedy, path, run)["EP2"][0]
     assert export.main([str(run), "--merged", str(tmp_path / "merged")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="sdpa").eval()
-    assert model.dtype == DTYPES[dtype]
+    assert model.dtype == torch.bfloat16
     tokens = others = 0
     for prompt, answer in answers:
         with torch.no_grad():
@@ -266,7 +265,7 @@ def test_transformers_answers_with_the_merged_export_as_the_sampler_does(dtype: 
         best, chosen = logits.amax(-1), logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         tokens += len(answer)
         others += int((chosen < best).sum())
-    assert tokens > 500 and (others == 0 if dtype == "fp32" else others <= tokens / 50)
+    assert tokens > 500 and others <= tokens / 50
 
 
 # ---------------------------------------------------------------------------------------- the kernels of both sides

@@ -55,9 +55,7 @@ def adapt(
 
 def fill(adapters: dict, whole: dict[str, Tensor], arch: Architecture, parallel: Parallel) -> None:
     pieces = adapter_weights.scatter(adapters, whole, arch, parallel)
-    with torch.no_grad():
-        for name, factor in lora_megatron.factors(adapters).items():
-            factor.copy_(pieces[name])
+    adapter_weights.copy_(lora_megatron.factors(adapters), pieces)
 
 
 @torch.no_grad()
