@@ -169,39 +169,33 @@ def gsm8k() -> Path:
     return folder
 
 
+def installed(variable: str, default: str, content: str) -> Path:
+    """The folder that a variable of run_tests.sh names. The test is skipped if ``content`` is not installed there."""
+    folder = ROOT / os.environ.get(variable, default)
+    if not (folder / content).is_dir():
+        pytest.skip(f"{content} is not in {folder} ({variable}); run_tests.sh --all installs it there")
+    return folder.resolve()
+
+
 @pytest.fixture(scope="session")
 def new_megatron() -> Path:
-    """The folder in which run_tests.sh --all installs the newest megatron-core."""
-    folder = ROOT / os.environ.get("NEW_MEGATRON_DIR", ".cache/megatron-core-0.19.2")
-    if not (folder / "megatron" / "core").is_dir():
-        pytest.skip(f"megatron-core is not in {folder} (NEW_MEGATRON_DIR); run_tests.sh --all installs it there")
-    return folder
+    return installed("NEW_MEGATRON_DIR", ".cache/megatron-core-0.19.2", "megatron")
 
 
 @pytest.fixture(scope="session")
 def tracker_packages() -> str:
-    """The folder in which run_tests.sh installs requirements/trackers.txt."""
-    folder = ROOT / os.environ.get("TRACKERS_DIR", ".cache/trackers")
-    if not (folder / "wandb").is_dir():
-        pytest.skip(f"requirements/trackers.txt is not in {folder} (TRACKERS_DIR); run_tests.sh installs it there")
-    return str(folder.resolve())
+    return str(installed("TRACKERS_DIR", ".cache/trackers", "wandb"))
 
 
 @pytest.fixture(scope="session")
 def server_packages() -> str:
-    """The folder in which run_tests.sh --all installs requirements/serve.txt."""
-    folder = ROOT / os.environ.get("SERVE_DIR", ".cache/serve")
-    if not (folder / "uvicorn").is_dir():
-        pytest.skip(f"requirements/serve.txt is not in {folder} (SERVE_DIR); run_tests.sh --all installs it there")
-    return str(folder.resolve())
+    return str(installed("SERVE_DIR", ".cache/serve", "uvicorn"))
 
 
 @pytest.fixture(scope="session")
 def torch_npu_environment(tmp_path_factory) -> dict[str, str]:
     """The variables of a process that imports the real torch_npu on a stub of CANN (cann_stub.py)."""
-    folder = ROOT / os.environ.get("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0")
-    if not (folder / "torch_npu").is_dir():
-        pytest.skip(f"torch_npu is not in {folder} (TORCH_NPU_DIR); run_tests.sh --all installs it there on Linux")
+    folder = installed("TORCH_NPU_DIR", ".cache/torch_npu-2.13.0", "torch_npu")
     extension = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if not (folder / "torch_npu" / extension).is_file():
         pytest.skip(f"{folder}: torch_npu is for another Python or machine, it has no {extension}; delete the folder")
