@@ -54,7 +54,7 @@ from weights.policy import Policy
 # weights.
 
 KINDS = ("qwen3_moe", "qwen2_moe")
-SPLITS = ["TP2_EP2", "TP2_EP2_DP2", ci("TP1"), ci("EP2_DP4")]
+SPLITS = ["TP2_EP2_DP2", ci("TP1"), nightly("TP2_EP2"), nightly("EP2_DP4")]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [3, 4, 5, 6, 7]]
 LORA = {"lora__targets": TARGETS, "lora__rank": 4, "lora__expert_rank": 8, "lora__alpha": 12.0}
 STEP = 1e-3  # of a factor B: as after some updates, so that rounding to bf16 swallows a part of the update
@@ -275,7 +275,7 @@ SIZES = dict(
 )
 QUANTISED = {"model__quantisation": "int4"}
 NEAR = [  # tensor parallelism is not among the layouts: it adds partial sums in bf16
-    ("DP2", "adapter", "qwen2_moe", {}),
+    ci("DP2", "adapter", "qwen2_moe", {}),
     ("EP2", "merged", "qwen3_moe", QUANTISED),
     ci("EP2", "merged", "qwen3_moe", {}),
     nightly("EP2_DP4", "adapter", "qwen2_moe", {}),

@@ -44,13 +44,15 @@ LAYOUTS = {  # name: (ranks, tensor, expert)
     "TP8_EP8": (8, 8, 8),
     "TP4_EP16": (16, 4, 16),
 }
-# Every dimension alone and beside others.
-FEW = ("TP1", "DP2", "TP2", "EP2", "TP2_EP2", "TP2_EP2_DP2")
+# Every dimension splits something: data ranks, experts, columns, and copies of the experts.
+FEW = ("TP1", "EP2", "TP2_EP2_DP2")
+# All experts on each tensor rank, experts over more ranks than the tensors, and a head of keys on several ranks.
+EACH_PUSH = ("TP2", "TP2_EP4", "TP4_EP4")
 
 
 def tiered(layout: str, *values: object) -> ParameterSet:
     """A case of ``values``, or of the layout's name, in the runs in which its layout is tested."""
-    marks = () if layout in FEW else pytest.mark.ci if LAYOUTS[layout][0] <= 4 else pytest.mark.nightly
+    marks = () if layout in FEW else pytest.mark.ci if layout in EACH_PUSH else pytest.mark.nightly
     return pytest.param(*(values or [layout]), marks=marks)
 
 

@@ -88,6 +88,7 @@ def test_log_probs_passes_and_export_with_merged_weights_are_those_of_the_merged
         assert rank["merged error"] < 1e-6
 
 
+@pytest.mark.ci
 def test_gradients_are_right_on_ranks_whose_experts_get_no_token(skewed):
     expected, by_rank = skewed
     A = expected.gradients["model.layers.0.mlp.experts.gate_up_proj.A"]
@@ -108,7 +109,7 @@ def test_leaving_out_a_reduction_is_noticed(control, layout, kind, everywhere):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("layout", ["DP2", "TP2", ci("TP2_EP4"), nightly("TP4_EP16")])
+@pytest.mark.parametrize("layout", map(world.tiered, ["TP2_EP2_DP2", "DP2", "TP2", "TP4_EP16"]))
 def test_counting_every_copy_in_the_norm_is_noticed(layout, kind, everywhere, references):
     for by_kind in everywhere(layout):
         assert by_kind[kind]["norm with copies"] > 1.01 * references[kind].norm
@@ -232,7 +233,7 @@ def in_bf16(parallel: Parallel, path: Path, expected: Reference, tokens: Tensor)
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2", ci("TP2_EP4"), nightly("TP4_EP4_DP2"), nightly("TP4_EP16")])
+@pytest.mark.parametrize("layout", ["TP2_EP2", ci("TP2_EP4"), *map(nightly, ["TP1", "TP4_EP4_DP2", "TP4_EP16"])])
 def test_bf16_model_trains_fp32_factors(layout, problem):
     args = problem.paths["qwen2_moe"], problem.references["qwen2_moe"], problem.tokens
     for dtypes, cosine in world.in_layouts([layout], in_bf16, *args)[layout]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from sampled import FREE, Model, assert_alike, assert_drawn, assert_frequencies, assert_routes, flat, randomness
-from tiers import ci
+from tiers import ci, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_ranks import PROMPTS, SEEDS, perturbed
 
@@ -35,7 +35,7 @@ from weights.huggingface import fused_group
 # Another engine is a line of ENGINES. What is special to vLLM is in test_vllm.py.
 # Not covered: agreement with the Megatron model, accelerators.
 
-NAMES = ["qwen3", "qwen2", "olmoe", ci("qwen2_no_qkv_bias")]
+NAMES = ["qwen3", "qwen2", ci("olmoe"), nightly("qwen2_no_qkv_bias")]
 LONG = PROMPTS[4]  # 322 tokens
 LAYER_2 = "model.layers.2."
 QKV = [f"{LAYER_2}self_attn.{letter}_proj.weight" for letter in "qkv"]

@@ -280,7 +280,7 @@ def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path
     assert len(training.metrics(run)) == cfg.train.steps
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_in_a_recorded_run_only_the_checks_of_the_answers_fire_and_where_its_log_says_so() -> None:
     """Shuffled rewards, noise and a high temperature do spoil the answers; all other checks are silent."""
     of_answers, of_training = {"truncated", "unparsable"}, {"sampling", "reward_constant"}

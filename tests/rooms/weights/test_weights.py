@@ -43,8 +43,8 @@ from weights import huggingface, peft_adapters, probes, smol_model
 # them.
 
 KINDS = ["qwen3_moe", "qwen2_moe"]
-LAYOUTS = ["TP1", "TP2_EP2_DP2", *map(ci, ["DP2", "TP2", "EP2", "TP2_EP2", "EP2_DP4"])]
-LAYOUTS += map(nightly, ["TP8_EP8", "TP4_EP16"])
+LAYOUTS = ["TP1", "TP2_EP2_DP2", ci("TP2"), ci("EP2")]
+LAYOUTS += map(nightly, ["DP2", "TP2_EP2", "EP2_DP4", "TP8_EP8", "TP4_EP16"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
