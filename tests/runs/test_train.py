@@ -131,7 +131,7 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
     jobs |= {f"no equal groups{' dynamic' * (n > 0)}": ("TP1", MIXED | {"rollout__dynamic_rounds": n}) for n in (0, 2)}
-    jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 9})
+    jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 4})
     kinds = {label: next((kind for kind in ("qwen2_moe", "int4") if kind in label), "qwen3_moe") for label in jobs}
     return training.run_all(
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ FILES = {
 REPORTING = {name for name in FILES if name.startswith("lab.") or name in ("report", "sweep")}
 
 
+@functools.cache
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """The modules that a file imports; with ``top_level`` only those that an import of the file imports.
 

@@ -66,7 +66,7 @@ def config(model: Path, out_dir: Path, **changes: object) -> Config:
         "lora": {"rank": 4, "alpha": 8.0, "expert_rank": 4},
         "loss": {"kl_coef": 0.05},
         "optim": {"lr": 1e-2, "warmup_steps": 1, "prompts_per_update": 6, "tokens_per_micro_batch": 1024},
-        "eval": {"samples": 1, "batch_size": 4},
+        "eval": {"samples": 1, "batch_size": 9},
         "train": {"steps": 3, "out_dir": str(out_dir), "checkpoint_every": 0},
     }
     for key, value in changes.items():

@@ -17,6 +17,7 @@ import world
 from adapted import load
 from lora_reference import Named
 from reference_process import Problem
+from tiers import ci, nightly
 from update_reference import CASES, Updated
 
 import grpo
@@ -28,7 +29,8 @@ from runlog.progress import Heartbeat, StepTimer
 from weights.policy import Policy
 
 pytestmark = pytest.mark.device
-LAYOUTS = world.TESTED
+# What a layout does to gradients is in test_lora.py, in more of them.
+LAYOUTS = ["TP1", "EP2", ci("TP2_EP2_DP2"), *(nightly(name) for name in world.LAYOUTS if name not in world.FEW)]
 KIND = "qwen3_moe"
 TOLERANCE = 1e-3  # relative, of a moment to its largest element; measured 2e-4 in the fourth update, 4e-5 in the second
 OF_FACTORS = 5e-3  # of the learning rate, in the mean: AdamW's sign of a gradient near 0 is undecided; measured 1.6e-3
