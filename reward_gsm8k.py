@@ -32,6 +32,13 @@ SEARCHES = {  # method: what it searches for, in which part of the response, whi
     "lm_eval_flexible": (LM_EVAL_NUMBER, WHOLE, LAST, False),
 }
 METHODS = ("strict", *SEARCHES, "base_acc")
+ANY_NUMBER = ("lm_eval_flexible", "verl_flexible")
+READERS = {  # a form of answers, as instructions name it: the methods that read it
+    "####": ("strict", "verl_strict", "openai", "lm_eval_strict", *ANY_NUMBER),
+    "\\boxed": ("math", "base_acc", *ANY_NUMBER),
+    "Answer:": ANY_NUMBER,
+}
+
 BOXED = "\\boxed{"
 BOX_PARTS = re.compile(rf"(?P<boxed>\\boxed\s*)?\{{|\}}|\\boxed\s*(?P<number>[-+]?(?:{NUMBER}))")
 BOX_FORM = "<think> .. </think> <answer> \\boxed{N} </answer>"

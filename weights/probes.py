@@ -233,7 +233,9 @@ class Float64:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others do not all take fp64
+        plain = {"attn_implementation": "eager"}  # its other implementations do not all take fp64
+        if int(transformers.__version__.partition(".")[0]) >= 5:
+            plain["experts_implementation"] = "eager"
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.model = load(model_dir, dtype=torch.float64, **plain).eval()
         self.weights, self.prompts = huggingface.by_expert(dict(self.model.state_dict())), prompts_for(arch)

@@ -411,6 +411,37 @@ def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, ope
     assert row["completion"] == opened + THOUGHTS
 
 
+DAPO = 'The last line should be of the form Answer: $Answer.\n\n{}\n\nPut your answer on its own line after "Answer:".'
+BOX = "{} Put it within \\boxed{{}}."
+
+
+@pytest.mark.parametrize(
+    ("method", "wrapper", "instruction", "warned"),
+    [
+        ("strict", DAPO, "", [("train", "'Answer:'", "lm_eval_flexible")]),
+        ("math", DAPO, "", [("train", "'Answer:'", "lm_eval_flexible")]),
+        ("lm_eval_flexible", DAPO, "", []),
+        ("strict", BOX, "", [("train", "'\\\\boxed'", "math")]),
+        ("math", BOX, "", []),
+        ("math", "{}", "The answer follows '#### '.", [("data.instruction", "'####'", "strict")]),
+        ("strict", "{}", "The answer follows '#### '.", []),
+    ],
+)
+def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_warned_of(
+    method, wrapper, instruction, warned, tmp_path
+) -> None:
+    """The data of DAPO ask for 'Answer:' in every row; a reward for '####' would be 0 for ever."""
+    cfg = training.config(tmp_path, tmp_path, reward__method=method, data__instruction=instruction)
+    wrapped = [data_gsm8k.Question(wrapper.format(n), "", "1") for n in range(3)]
+    plain = [data_gsm8k.Question(text, "", "1") for text in ("2 + 2?", "What does Answer: mean?", "3?")]
+    inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out=plain, sets={})
+    found = check.unread_forms(cfg.reward, cfg.data.instruction, inputs)
+    assert len(found) == len(warned)
+    for line, (where, form, named) in zip(found, warned, strict=True):
+        assert line.startswith(f"\nwarning: {where}") and f"asks for {form}" in line
+        assert f"reward.method={method} does not read" in line and f"reward.method={named} does" in line
+
+
 # ------------------------------------------------------------------------------------------------------ an older policy
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
