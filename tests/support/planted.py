@@ -303,17 +303,10 @@ FAULTS: dict[str, Plant] = {
     "temperature x 1.3 on rank 1": warmer(rank=1),
     "top-k 3": draws(top_3),
     "top-k 3 after the first token": draws(top_3, only_later=True),
-    "without the last 16 tokens": draws(lambda p, u: drawn_right(p[:, :-16], u)),
-    "uniform numbers of 5 bits": draws(lambda p, u: drawn_right(p, (u * 32).floor() / 32)),
     "one random stream for both replicas": instead(  # each replica counts its own prompts
         rollout, "derive_seed", lambda real, seed, what, step, place, *rest: real(seed, what, step, place // 2, *rest)
     ),
-    "one random stream for every two neighbours": seeds(
-        lambda found: [found[place // 2] for place in range(len(found))]
-    ),
-    "one random stream for all prompts": seeds(lambda found: [1] * len(found)),
     "one sample for the whole group": groups(lambda group: group[:1] * len(group)),
-    "each sample twice": groups(lambda group: [group[place - place % 2] for place in range(len(group))]),
     "seeds are ignored": seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()),
     "the end token is never recognised": after(TorchSampler, "__init__", without_end),
     "samplers keep old factors": old_factors,
