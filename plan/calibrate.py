@@ -25,15 +25,14 @@ READ = {*NEEDED, *TRAINING, "samplers/generate_s", "perf/tokens_per_s"}
 def read(path: Path) -> dict[str, float]:
     """The medians of READ in a run's timing.jsonl, without its first step, which starts everything up.
 
-    Numbers that are negative or not finite are left out. InputError for another file.
+    InputError for another file.
     """
     rows = [row for row in read_lines(path) if "timing/step_s" in row]
     timing = {}
     for name in READ:
-        values = [row.get(name) for row in rows[1:] or rows]
-        numbers = [value for value in values if isinstance(value, int | float) and 0 <= value < math.inf]
-        if numbers:
-            timing[name] = statistics.median(numbers)
+        values = [row[name] for row in rows[1:] or rows if row.get(name) is not None]  # null: it was not finite
+        if values:
+            timing[name] = statistics.median(values)
     lacking = [name for name in NEEDED if not timing.get(name)]
     if lacking:
         raise InputError(f"{path}: no {', '.join(lacking)}; needed: the timing.jsonl of a run with a finished step")

@@ -178,25 +178,15 @@ def test_a_gpu_takes_the_attention_of_sequences(form: str, monkeypatch) -> None:
     assert calls
 
 
-class _Scaled(torch.autograd.Function):
-    """Multiplies the answer by ``forward`` and the gradient by ``backward``."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.factor = backward
-        return x * forward
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.factor, None, None
-
-
 def off(real: Callable[..., Tensor], dtype: torch.dtype, forward: float, backward: float) -> Callable[..., Tensor]:
     """``real``, but in ``dtype`` its answer is multiplied by ``forward`` and its gradients by ``backward``."""
 
     def faulty(x: Tensor, *args, **kwargs) -> Tensor:
         out = real(x, *args, **kwargs)
-        return _Scaled.apply(out, forward, backward) if x.dtype == dtype else out
+        if x.dtype == dtype:
+            out = out + ((forward - 1) * out).detach()
+            out.register_hook(lambda grad: grad * backward)
+        return out
 
     return faulty
 
