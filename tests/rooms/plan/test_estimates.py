@@ -322,8 +322,7 @@ def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, t
 NPU = dataclasses.replace(
     HARDWARE["npu"], training_share=0.2, graph_layer_seconds=0.020 / 48, eager_layer_seconds=0.034 / 48
 )
-SHIPPED = load_config("configs/qwen3.yaml")
-QWEN3 = hf_config.planned(SHIPPED.model.path, SHIPPED.tiny_model, SHIPPED.row_tokens)[0]
+QWEN3 = real("qwen3")
 
 
 def planned(
@@ -525,7 +524,6 @@ def test_further_rounds_of_dynamic_sampling_take_the_steps_of_decoding_again_wit
 APART = ["rollout.sync=adapter", "rollout.expert_parallel=false"]  # no weights are merged
 CONFIG = ("configs/qwen3.yaml", ["optim.prompts_per_update=96", *APART])
 CFG = load_config(*CONFIG)
-QWEN3_ARCH = hf_config.planned(CFG.model.path, CFG.tiny_model, CFG.row_tokens)[0]
 ROWS = [(0, 100, 50), (0, 100, 350), (1, 60, 20), (1, 60, 180)]  # group, prompt, completion
 NEW = 600  # tokens of the completions of ROWS
 TIMING = {"timing/generate_s": 4.0, "timing/update_s": 5.0, "timing/step_s": 10.0}
@@ -544,7 +542,7 @@ def by_hand(rows: list[tuple[int, int, int]], layers: float, attention: float, h
 
 def operations(cfg: Config, sampled: list[tuple[int, int, int]], trained: list[tuple[int, int, int]]) -> float:
     return utilisation.step_flops(
-        QWEN3_ARCH,
+        QWEN3,
         cfg.lora,
         sampled,
         trained,
@@ -568,12 +566,12 @@ def test_operations_of_a_step_without_recompute_and_of_the_rows_that_trained() -
 
 
 def test_tokens_a_second_are_of_one_device_and_the_mfu_of_its_peak() -> None:
-    found = utilisation.speed(CFG, QWEN3_ARCH, ROWS, ROWS[2:], TIMING, 4, 1e12, NEW)
+    found = utilisation.speed(CFG, QWEN3, ROWS, ROWS[2:], TIMING, 4, 1e12, NEW)
     assert found["perf/generate_tokens_per_s_device"] == 600 / 4.0 / 4
     assert found["perf/train_tokens_per_s_device"] == (80 + 240) / 5.0 / 4
     flops = operations(CFG, ROWS, ROWS[2:])
     assert found["perf/mfu"] == pytest.approx(flops / (10.0 * 1e12 * 4), rel=1e-3)
-    assert "perf/mfu" not in utilisation.speed(CFG, QWEN3_ARCH, ROWS, [], TIMING, 4, None, NEW)
+    assert "perf/mfu" not in utilisation.speed(CFG, QWEN3, ROWS, [], TIMING, 4, None, NEW)
 
 
 def test_the_peak_is_known_for_the_devices_of_the_data_sheets_in_bf16_alone() -> None:

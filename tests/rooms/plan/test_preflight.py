@@ -339,8 +339,6 @@ def test_a_long_run_is_said_without_an_exponent(seconds, said):
 # offloaded: the share of the parameters that the host updates. The medians of all that was published are constants of
 # facts/devices.py.
 
-ROOT = Path(__file__).parents[3]
-QWEN3 = str(ROOT / "configs" / "qwen3.yaml")
 PUBLISHED = json.loads((ROOT / "tests" / "support" / "published_runs.json").read_text())
 RUNS = PUBLISHED["runs"]
 Run = dict[str, Any]
@@ -555,11 +553,10 @@ def test_a_report_without_measured_steps_and_a_cpu_are_refused_in_one_line(tmp_p
     unfinished = write(tmp_path / "report.json", {"stages": [{"name": "steps", "figures": {}}]})
     timing = {"step": 0} | {f"timing/{name}_s": 1.0 for name in MEASURED}
     sound = write(tmp_path / "timing.jsonl", json.dumps(timing) + "\n")
-    tiny = str(Path(QWEN3).with_name("tiny_cpu.yaml"))
     for path, report, reason in (
         (QWEN3, unfinished, "no timing/generate_s, timing/update_s, timing/step_s"),
         (QWEN3, str(tmp_path / "none.json"), "needed: the timing.jsonl of a run"),
-        (tiny, sound, "needed: device npu or cuda"),
+        (TINY, sound, "needed: device npu or cuda"),
     ):
         assert preflight.main([path, "--calibrate", report]) == 2
         said = capsys.readouterr()
