@@ -181,9 +181,9 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
         if code or said.startswith("same"):
             return code
     kind = kind or ("sampled" if steps.get("eval/sampled_accuracy", pandas.Series()).notna().any() else "greedy")
-    entries = tuple(comparisons.Entry(method=name, base=base, title=name) for name in others)
+    entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
-    for one in comparisons.of_family(comparisons.scores(steps, kind), family, list(entries), False):
+    for one in comparisons.of_family(*comparisons.scores(steps, kind), family, entries, False):
         changed = records.differing(variants[base], variants[one.entry.method])
         print(f"{one.entry.method} against {base}: {'; '.join(changed) or 'same settings'}")
         if one.effect.seeds < comparisons.MIN_SEEDS:

@@ -45,7 +45,7 @@ FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that would en
 
 
 class Variant(Part):
-    overrides: tuple[str, ...] = Field((), strict=False, description="section.key=value")
+    overrides: list[str] = Field([], description="section.key=value")
     fault: str = Field("", description="of checks/planted_fault.py: train with this fault, as a control")
 
 
@@ -54,9 +54,9 @@ class Sweep(Part):
 
     config: str = Field(description="the configuration of all jobs, before overrides")
     processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks of a job")
-    seeds: tuple[int, ...] = Field(min_length=1, max_length=1000, strict=False)
-    each_seed: tuple[str, ...] = Field(("train.seed={seed}",), strict=False, description="{seed} is replaced")
-    overrides: tuple[str, ...] = Field((), strict=False, description="of all jobs")
+    seeds: list[int] = Field(min_length=1, max_length=1000)
+    each_seed: list[str] = Field(["train.seed={seed}"], description="{seed} is replaced")
+    overrides: list[str] = Field([], description="of all jobs")
     variants: dict[str, Variant] = Field(min_length=1, description="name -> its overrides")
     resources: dict[str, NonNegativeInt] = Field(
         description="what Ray reserves for a job: CPU, GPU, or other names such as NPU"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import ConfigDict
 
 from facts.exits import InputError
 from inputs.files import read_file
@@ -97,13 +96,7 @@ def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-class Planned(Part):
-    """A part of results/plan.yaml, whose lists become tuples."""
-
-    model_config = ConfigDict(strict=False)
-
-
-class Entry(Planned):
+class Entry(Part):
     """A comparison: the variant `method` minus the variant `base`."""
 
     method: str
@@ -111,11 +104,11 @@ class Entry(Planned):
     title: str
     predicted: Literal["equal", "larger", "smaller", ""] = ""
     why: str = ""  # the mechanism behind the prediction
-    control: tuple[str, ...] = ()  # in place of those of the family
+    control: list[str] = []  # in place of those of the family
     missing: str = ""  # runs that could not be finished, with the reason
 
 
-class Family(Planned):
+class Family(Part):
     """Comparisons that are announced, and whose p-values are corrected, together."""
 
     name: str
@@ -125,12 +118,12 @@ class Family(Planned):
     margin: float = 0  # points; "equal": the interval lies within it
     apart: bool = False  # each entry is a family of its own
     mismatch: bool = False  # between the policy that samples and the one that is trained; a correction can give back
-    control: tuple[str, ...] = ()  # variants that must be as predicted, or no statement is made
-    entries: tuple[Entry, ...]
-    controls: tuple[Entry, ...] = ()  # a family of their own
+    control: list[str] = []  # variants that must be as predicted, or no statement is made
+    entries: list[Entry]
+    controls: list[Entry] = []  # a family of their own
 
 
-class Finding(Planned):
+class Finding(Part):
     """A row of the first table of RESULTS.md."""
 
     asked: str
@@ -140,13 +133,13 @@ class Finding(Planned):
     gain: str = ""  # a variant whose accuracy before and after is shown
 
 
-class Plan(Planned):
+class Plan(Part):
     """results/plan.yaml"""
 
-    findings: tuple[Finding, ...]
+    findings: list[Finding]
     sections: dict[str, str]  # heading of RESULTS.md -> its paragraph
     curves: dict[str, str]  # variant -> its label in the figure
-    families: tuple[Family, ...]
+    families: list[Family]
 
 
 def read_plan(path: Path) -> Plan:
@@ -185,15 +178,11 @@ class Comparison:
         return self.outcome.startswith("withheld")
 
 
-class Scores(NamedTuple):
-    """Tables by variant and seed."""
+def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "pandas.DataFrame"]:
+    """The outcome of each run, and at which steps and with how many questions it was measured, by variant and seed.
 
-    outcome: "pandas.DataFrame"
-    measured: "pandas.DataFrame"  # at which steps, with how many questions
-
-
-def scores(steps: "pandas.DataFrame", kind: str) -> Scores:
-    """The outcome of each run. InputError if no run has it."""
+    InputError if no run has it.
+    """
     column, along = KINDS[kind]
     measured = steps[steps[column].notna()] if column in steps else steps[:0]
     if along:
@@ -204,7 +193,7 @@ def scores(steps: "pandas.DataFrame", kind: str) -> Scores:
     outcome = grouped[column].mean() if along else grouped[column].last()
     questions = grouped["eval/num_questions"].last().astype(str)
     evaluated = grouped["step"].agg(lambda found: str(found.tolist() if along else found.max()))
-    return Scores(outcome.unstack(), (evaluated + questions).unstack())
+    return outcome.unstack(), (evaluated + questions).unstack()
 
 
 def gain(steps: "pandas.DataFrame", variant: str) -> tuple[float, float, Effect]:
@@ -220,9 +209,9 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
     tables = {kind: scores(steps, kind) for kind in {family.kind for family in plan.families}}
     made = []
     for family in plan.families:
-        groups = [[entry] for entry in family.entries] if family.apart else [list(family.entries)]
-        for group, is_control in [*((group, False) for group in groups), (list(family.controls), True)]:
-            made += of_family(tables[family.kind], family, group, is_control)
+        groups = [[entry] for entry in family.entries] if family.apart else [family.entries]
+        for group, is_control in [*((group, False) for group in groups), (family.controls, True)]:
+            made += of_family(*tables[family.kind], family, group, is_control)
     good = {one.entry.method for one in made if one.is_control and one.found == one.entry.predicted}
     for one in made:
         one.outcome = _outcome(one, good)
@@ -234,19 +223,21 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
     return made
 
 
-def of_family(found: Scores, family: Family, entries: list[Entry], is_control: bool) -> list[Comparison]:
+def of_family(
+    outcome: "pandas.DataFrame", measured: "pandas.DataFrame", family: Family, entries: list[Entry], is_control: bool
+) -> list[Comparison]:
     """The comparisons of a family. Those without records count as if they had the largest p-values.
 
     InputError for variants without a common seed, and for runs that were evaluated otherwise: accuracy grows along a
     run.
     """
-    ready = [entry for entry in entries if {entry.base, entry.method} <= {*found.outcome.index}]
+    ready = [entry for entry in entries if {entry.base, entry.method} <= {*outcome.index}]
     by_seed = []
     for entry in ready:
-        both = found.outcome.loc[[entry.base, entry.method]].dropna(axis=1)
+        both = outcome.loc[[entry.base, entry.method]].dropna(axis=1)
         if both.empty:
             raise InputError(f"{entry.base}, {entry.method}: no common seed; needed: runs with the same train.seed")
-        first, second = found.measured.loc[[entry.base, entry.method], both.columns].to_numpy()
+        first, second = measured.loc[[entry.base, entry.method], both.columns].to_numpy()
         if (other := first != second).any():
             raise InputError(
                 f"{entry.base}, {entry.method}: seed {both.columns[other][0]}: evaluated otherwise; needed: the same "

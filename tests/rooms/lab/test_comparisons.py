@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import recorded
 import training
 from matplotlib.image import imread
 from scipy import stats
-from source import ROOT
 
 import preflight
 import sweep
@@ -60,16 +58,6 @@ def test_the_detectable_effect_is_cohens() -> None:
     pairs = np.array([1.0, -1.0] * 17) * np.sqrt(33 / 34)  # with a standard deviation of 1
     alone, of_four = (comparisons.effect(pairs / 100, tests).detectable for tests in (1, 4))
     assert alone == pytest.approx(comparisons.detectable(33, 0.05) / np.sqrt(34)) and of_four > alone
-
-
-def test_the_protocols_numbers_are_those_of_its_formula() -> None:
-    """docs/gsm8k_protocol.md: every row of its table of effects, computed again."""
-    text = (ROOT / "docs" / "gsm8k_protocol.md").read_text().replace("**", "")
-    rows = re.findall(r"^\| (\d) \| (\d+) %[^|]*\| ([\d.]+) \| ([\d.]+)", text, re.M)
-    assert len(rows) == 4
-    for seeds, discordant, spread, finds in ([*map(float, row)] for row in rows):
-        error = np.sqrt((spread / 100) ** 2 / seeds + discordant / 100 / (seeds * 1319))
-        assert 100 * error * comparisons.detectable(int(seeds) - 1, 0.05) == pytest.approx(finds, abs=0.051)
 
 
 def test_one_seed_and_seeds_that_agree() -> None:
@@ -108,16 +96,16 @@ def runs(**outcomes: list[float]) -> pandas.DataFrame:
 
 def test_outcomes_by_hand() -> None:
     steps = runs(base=[0.5, 0.6])
-    assert comparisons.scores(steps, "sampled").outcome.loc["base"].tolist() == pytest.approx([0.505, 0.605])
-    assert comparisons.scores(steps, "curve").outcome.loc["base"].tolist() == pytest.approx([0.5, 0.6])
+    assert comparisons.scores(steps, "sampled")[0].loc["base"].tolist() == pytest.approx([0.505, 0.605])
+    assert comparisons.scores(steps, "curve")[0].loc["base"].tolist() == pytest.approx([0.5, 0.6])
     assert comparisons.gain(steps, "base")[:2] == pytest.approx((0.2, 0.555))
     with pytest.raises(InputError, match="--kind greedy: no run has eval/greedy_accuracy"):
         comparisons.scores(steps, "greedy")
 
 
 def a_plan(*entries: Entry, controls: tuple[Entry, ...] = (), **settings: object) -> Plan:
-    family = Family(name="f", section="s", sweep="x", entries=entries, controls=controls, **settings)
-    return Plan(findings=(), sections={"s": "text"}, curves={}, families=(family,))
+    family = Family(name="f", section="s", sweep="x", entries=[*entries], controls=[*controls], **settings)
+    return Plan(findings=[], sections={"s": "text"}, curves={}, families=[family])
 
 
 def entry(method: str, base: str = "base", **more: object) -> Entry:
@@ -164,7 +152,7 @@ def test_a_prediction_is_judged_and_without_its_control_nothing_is_said() -> Non
 
     def outcomes(predicted: str, **more: object) -> list[str]:
         control = entry("control", predicted=predicted)
-        plan = a_plan(*entries, controls=(control,), control=("control",), margin=1, **more)
+        plan = a_plan(*entries, controls=(control,), control=["control"], margin=1, **more)
         return [one.outcome for one in comparisons.compare(steps, plan)]
 
     assert outcomes("smaller") == ["met", "not met: equal within 1", "met"]
@@ -219,20 +207,13 @@ def panel(key: str, curve: curves.Curve) -> matplotlib.figure.Axes:
 
 
 def test_the_curves_of_a_run_are_not_blank(tmp_path: Path) -> None:
-    """Every panel has a curve, and a value that is not finite has its mark."""
+    """Every panel has a curve."""
     run = recorded.make_run(tmp_path, "base-seed0", questions=20)
-    path = run / "metrics.jsonl"
-    lost = '"nonfinite": ["actor/entropy"], "actor/entropy": null'
-    path.write_text(path.read_text().replace('"actor/entropy": 0.5', lost))
     curves.draw_curves(run)
     picture = imread(run / "curves.png")[..., :3]
-    height, width = (size // 3 for size in picture.shape[:2])
-    for place in range(9):
-        top, left = place // 3 * height, place % 3 * width
-        window = picture[top : top + height, left : left + width]
-        assert (window[..., 2] - window[..., 0] > 0.3).sum() > 5, "blue"
-        marks = (window[..., 0] - window[..., 2] > 0.5).sum()
-        assert (marks > 5) == (place == 3), "a red mark in the panel of the entropy alone"
+    for rows in np.array_split(picture, 3):
+        for window in np.array_split(rows, 3, axis=1):
+            assert (window[..., 2] - window[..., 0] > 0.3).sum() > 5, "blue"
 
 
 def test_curves_count_steps_as_the_console_does(tmp_path: Path) -> None:
@@ -327,7 +308,7 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
         ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; needed: none"),
         ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
         ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: found 0; needed: 1 (each_seed: train.seed="),
-        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found (0, 1, 0); needed: each seed once"),
+        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found [0, 1, 0]; needed: each seed once"),
         ("{seed}", "7", "a-seed0: train.seed: found 7; needed: 0"),
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),

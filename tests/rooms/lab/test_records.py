@@ -309,7 +309,6 @@ def merged_with_a_change(project: Path) -> None:
 
 FAULTS = {
     "RESULTS.md: not what report.py build writes": lambda project: edited_number(project / "RESULTS.md"),
-    "benchmark.md: not what report.py build writes": lambda project: edited_number(project / "docs" / "benchmark.md"),
     "results/README.md: not what report.py build writes": lambda project: edited_number(project / "results/README.md"),
     "project/README.md: not what report.py build writes": lambda project: edited_docstring(project / "adds.py"),
     "variants.parquet: changed or removed since HEAD": edited_parquet,
