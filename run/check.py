@@ -41,8 +41,7 @@ class Inputs(NamedTuple):
     tokenizer: Any  # of transformers
     stop_tokens: set[int]  # they end a completion
     questions: Questions
-    held_out: Questions
-    sets: dict[str, Questions]  # those of eval.sets
+    held_out: dict[str, Questions]  # those of data.test_path under "", and those of eval.sets
     scorer: Scorer
 
     @property
@@ -97,34 +96,34 @@ def read_inputs(
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
     beat("the checks of the model")
     questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed, beat)
-    held_out, *others = (
-        data_gsm8k.load(data, "test", tokenizer, cfg.train.seed, beat)
-        for data in (cfg.data, *data_gsm8k.of_sets(cfg.data, cfg.eval.sets).values())
-    )
+    held_out = {
+        name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed, beat)
+        for name, data in {"": cfg.data, **data_gsm8k.of_sets(cfg.data, cfg.eval.sets)}.items()
+    }
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
-        ("eval.num_questions", cfg.eval.num_questions, held_out, "held-out"),
+        ("eval.num_questions", cfg.eval.num_questions, held_out[""], "held-out"),
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
     asked = {question_files.alike(question.question) for question in questions}
-    keys = "data.test_path", *(f"eval.sets.{name}" for name in cfg.eval.sets)
-    for key, part in zip(keys, (held_out, *others), strict=True):
+    for name, part in held_out.items():
         shared = {one.question for one in part if question_files.alike(one.question) in asked}
         if shared and cfg.checks.stops("held_out"):
+            key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
                 f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
                 f"{min(shared)[:60]!r}; needed: none, or held_out in checks.warn"
             )
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    largest = max(stop_tokens.union(*(question.prompt for part in (questions, held_out, *others) for question in part)))
+    prompts = (question.prompt for part in (questions, *held_out.values()) for question in part)
+    largest = max(stop_tokens.union(*prompts))
     if largest >= arch.vocab_size:
         raise InputError(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    sets = dict(zip(cfg.eval.sets, others, strict=True))
-    return Inputs(arch, tokenizer, stop_tokens, questions, held_out, sets, scorer)
+    return Inputs(arch, tokenizer, stop_tokens, questions, held_out, scorer)
 
 
 def check_answers(cfg: Config, scorer: Scorer) -> None:
@@ -135,9 +134,8 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
     if not cfg.reward.check_gold:
         return
     first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
-    sets = data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
-    parts = [("training", cfg.data, "train"), ("held-out", cfg.data, "test")]
-    for kind, data, split in [*parts, *((name, data, "test") for name, data in sets.items())]:
+    sets = {"held-out": cfg.data, **data_gsm8k.of_sets(cfg.data, cfg.eval.sets)}
+    for kind, data, split in [("training", cfg.data, "train"), *((name, data, "test") for name, data in sets.items())]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(cfg.reward, cfg.data.instruction, row) for row in rows]
         scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
@@ -253,18 +251,21 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
     """What is printed before the first step: layout, data, and the batch arithmetic."""
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
-    layouts = [
-        f"layout: {n} {name or 'ranks'} = tensor {p.tensor} x data {n // p.tensor} = expert {p.expert} "
-        f"x expert_data {n // p.expert}\n"
-        for name, p, n in ((side.name, side.cfg.parallel, side.ranks) for side in sides(cfg, ranks))
-    ]
-    return (
-        f"{''.join(layouts)}train: {inputs.questions.description}\nheld out: {inputs.held_out.description}\n"
-        f"{''.join(f'{name}: {part.description}{chr(10)}' for name, part in inputs.sets.items())}"
+    lines = []
+    for side in sides(cfg, ranks):
+        tensor, expert = side.cfg.parallel.tensor, side.cfg.parallel.expert
+        lines.append(
+            f"layout: {side.ranks} {side.name or 'ranks'} = tensor {tensor} x data {side.ranks // tensor} = "
+            f"expert {expert} x expert_data {side.ranks // expert}"
+        )
+    for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
+        lines.append(f"{name or 'held out'}: {part.description}")
+    lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
         f"{''.join(unread_forms(cfg.reward, cfg.data.instruction, inputs))}"
     )
+    return "\n".join(lines)
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
@@ -288,10 +289,12 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
 
 def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
     """What all ranks must have read alike, each from the files of its own node."""
-    prompts = {"the training questions": inputs.questions, "the held-out questions": inputs.held_out}
-    prompts |= {f"the questions of eval.sets.{name}": part for name, part in inputs.sets.items()}
     return {
         "the configuration": to_yaml(cfg),
         "config.json of model.path": repr(inputs.arch),
-        **{f"{name} as prompts": part.as_read() for name, part in prompts.items()},
+        "the training questions as prompts": inputs.questions.as_read(),
+        **{
+            f"the questions of {name or 'data.test_path'} as prompts": q.as_read()
+            for name, q in inputs.held_out.items()
+        },
     }

@@ -67,8 +67,7 @@ class Run:
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
-        sets = (self.inputs.held_out, *self.inputs.sets.values())
-        return frozenset(alike(one.question) for part in sets for one in part)
+        return frozenset(alike(one.question) for part in self.inputs.held_out.values() for one in part)
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy without noise, and log the result. Collective."""
@@ -76,9 +75,9 @@ class Run:
             self.sampler.push_clean(after_steps)
         summary, outcomes = self.sampler.evaluate(after_steps)
         self.log.log_eval(after_steps, summary, outcomes)
-        self.log.say(f"held-out accuracy after {after_steps} steps: {evaluate.headline(summary)}")
-        for name in self.inputs.sets:
-            self.log.say(f"{name} accuracy after {after_steps} steps: {evaluate.headline(summary, name)}")
+        for name in self.inputs.held_out:
+            said = evaluate.headline(summary, name)
+            self.log.say(f"{name or 'held-out'} accuracy after {after_steps} steps: {said}")
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]

@@ -45,7 +45,7 @@ class Sampler:
         """
         self.sampling_policy = sampling_policy
         self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
-        self.probe = inputs.held_out[0].prompt
+        self.probe = inputs.held_out[""][0].prompt
         device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
         routes, shares_frozen = cfg.replay.mode == "r3", cfg.model.quantisation == "none"
         if (
@@ -82,9 +82,10 @@ class Sampler:
 
     def evaluate(self, version: int) -> Evaluation:
         """Evaluate the policy after ``version`` steps, which the engine has."""
-        sets = {"": self.inputs.held_out, **self.inputs.sets}
-        cfg, score = self.cfg, self.inputs.score
-        return evaluate.evaluate(self.engine, sets, score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat)
+        cfg, inputs = self.cfg, self.inputs
+        return evaluate.evaluate(
+            self.engine, inputs.held_out, inputs.score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat
+        )
 
     def where_apart(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push."""
