@@ -25,6 +25,7 @@ import training
 import world
 from planting import Plant
 from saved import config_in
+from tiers import nightly
 
 import parallel_setup
 import train_grpo
@@ -96,7 +97,7 @@ def test_an_error_in_a_collective_is_printed_after_a_hint_and_no_other_one(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("program", ["train_grpo.py", "evaluate.py"])
+@pytest.mark.parametrize("program", ["train_grpo.py", nightly("evaluate.py")])
 def test_torchrun_ends_with_the_line_of_the_rank_that_refused(program, tmp_path) -> None:
     """Its own traceback comes before it. Any of the ranks may be the first to refuse."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]

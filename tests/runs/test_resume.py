@@ -76,7 +76,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     own |= {"data__source": "file", "data__columns": {"question": "ask", "answer": "is"}, "reward__check_gold": False}
     own |= {f"data__{split}_path": str(tmp_path / f"{split}.json") for split in ("train", "test")}
     whole, cfg = (
-        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING | own), "EP2")
+        training.in_layout(training.config(model, tmp_path / name, **EVERYTHING | {"train__steps": 3} | own), "EP2")
         for name in ("whole", "killed")
     )
     training.in_world("EP2", training.train_each, [("EP2", whole)], False)
@@ -92,7 +92,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
         assert left == [[".unfinished-step-000002", "step-000001"], ["step-000001", "step-000002"]][number]
     code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log", light=False).end()
     assert code == 0, text
-    assert f"after {len(places)} of 5 steps" in text
+    assert f"after {len(places)} of 3 steps" in text
     assert_same_bytes(training.only_run(cfg), training.only_run(whole))
     assert (training.only_run(cfg) / "curves.png").stat().st_size > 1000
 
