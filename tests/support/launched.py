@@ -102,10 +102,8 @@ def started(*command: object, log: Path) -> Iterator[Launch]:
             launch.kill()
 
 
-def launch(
-    ranks: int, script: str, *arguments: object, log: Path, meet: tuple[str, ...] = ("--standalone",)
-) -> contextlib.AbstractContextManager[Launch]:
-    """The same with a torchrun. ``meet``: arguments for the rendezvous."""
+def launch(ranks: int, script: str, *arguments: object, log: Path) -> contextlib.AbstractContextManager[Launch]:
+    """The same with a torchrun."""
     # --standalone takes a free port, so that tests and trainings on one machine do not disturb each other.
-    launcher = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={ranks}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return started(sys.executable, *launcher, script, *arguments, log=log)
