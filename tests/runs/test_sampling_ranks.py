@@ -166,7 +166,7 @@ PLACES = {
     "the last step is saved": [(opening.Run, "finish", 1)],
 }
 LOST = [
-    (3, "the policy is taken"),
+    ci(3, "the policy is taken"),
     nightly(0, "the rollout is half taken"),
     nightly(0, "the policy is sent"),
     nightly(1, "the policy is gathered"),

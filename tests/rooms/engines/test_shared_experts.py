@@ -34,7 +34,7 @@ from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy
 
-LAYOUTS = ["TP1", "TP2_EP2", ci("EP2_DP4")]
+LAYOUTS = ["TP2_EP2", ci("TP1"), nightly("EP2_DP4")]
 PROBE = [5, 6, 7, 8]
 MERGED = {"model__dtype": "bf16", "rollout__sync": "merged"}
 APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
