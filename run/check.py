@@ -263,9 +263,8 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
     lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
-        f"{''.join(unread_forms(cfg.reward, cfg.data.instruction, inputs))}"
     )
-    return "\n".join(lines)
+    return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
@@ -273,15 +272,15 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
     if reward.function:
         return []
     texts = {"data.instruction": [instruction]}
-    for name, part in {"train": inputs.questions, "held out": inputs.held_out, **inputs.sets}.items():
-        texts[f"{name}: the questions' own text"] = [one.question for one in part]
+    for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
+        texts[f"{name or 'held out'}: the questions' own text"] = [one.question for one in part]
     warnings = []
     for name, of_part in texts.items():
         for form, readers in reward_gsm8k.READERS.items():
             asking = sum(form in text for text in of_part)
             if 2 * asking > len(of_part) and reward.method not in readers:
                 warnings.append(
-                    f"\nwarning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
+                    f"warning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
                     f"does not read that form, reward.method={readers[0]} does"
                 )
     return warnings

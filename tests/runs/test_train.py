@@ -434,11 +434,11 @@ def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_
     cfg = training.config(tmp_path, tmp_path, reward__method=method, data__instruction=instruction)
     wrapped = [data_gsm8k.Question(wrapper.format(n), "", "1") for n in range(3)]
     plain = [data_gsm8k.Question(text, "", "1") for text in ("2 + 2?", "What does Answer: mean?", "3?")]
-    inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out=plain, sets={})
+    inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out={"": plain})
     found = check.unread_forms(cfg.reward, cfg.data.instruction, inputs)
     assert len(found) == len(warned)
     for line, (where, form, named) in zip(found, warned, strict=True):
-        assert line.startswith(f"\nwarning: {where}") and f"asks for {form}" in line
+        assert line.startswith(f"warning: {where}") and f"asks for {form}" in line
         assert f"reward.method={method} does not read" in line and f"reward.method={named} does" in line
 
 
