@@ -198,10 +198,10 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 # ------------------------------------------------------------------------------------------------------------ checking
 
 
-def check(results: Path, revision: str) -> int:
+def check(results: Path, page: Path, revision: str) -> int:
     """Print every fault of the records and the pages.  -> exit code"""
-    faults = changed_records(results, revision) + pages.stale(results)
-    said = "\n".join(faults) or f"{results.parent / 'RESULTS.md'}: what the records in {results} say"
+    faults = changed_records(results, revision) + pages.stale(results, page)
+    said = "\n".join(faults) or f"{page}: what the records in {results} say"
     print(said, file=sys.stderr if faults else sys.stdout)
     return int(bool(faults))
 
@@ -235,6 +235,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
     parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
+    parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
@@ -245,7 +246,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     building = verbs.add_parser(
         "build", help="write RESULTS.md, the pages beside it, figures, and the tree of README.md"
     )
-    building.set_defaults(act=lambda args: pages.build(args.results))
+    building.set_defaults(act=lambda args: pages.build(args.results, args.page))
     repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
     repeating.add_argument("id")
     repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")
@@ -277,7 +278,7 @@ def main(arguments: list[str]) -> int:
     args = parse(arguments)
     try:
         if args.check:
-            return check(args.results, args.against)
+            return check(args.results, args.page, args.against)
         return args.act(args) or 0
     except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
         package = (error.name or "a package").split(".")[0]

@@ -19,19 +19,19 @@ CURVES, RECOVERED = "figures/learning_curves.png", "figures/recovered.png"  # in
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 
 
-def build(results: Path) -> None:
+def build(results: Path, page: Path) -> None:
     """Write the pages and the figures; InputError without records."""
     plan, steps, made = read(results)
-    for path, text in wanted(results, plan, steps, made).items():
+    for path, text in wanted(results, page, plan, steps, made).items():
         write_atomically(path, text)
     (results / "figures").mkdir(exist_ok=True)
     learning_curves(plan, steps, results / CURVES)
     recovered(made, results / RECOVERED)
 
 
-def stale(results: Path) -> list[str]:
+def stale(results: Path, page: Path) -> list[str]:
     """One sentence for each page that is not what the records, or the docstrings of the code, say."""
-    edited = [path for path, text in wanted(results, *read(results)).items() if read_text(path) != text]
+    edited = [path for path, text in wanted(results, page, *read(results)).items() if read_text(path) != text]
     return [f"{path}: not what report.py build writes; needed: report.py build" for path in edited]
 
 
@@ -41,10 +41,9 @@ def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
     return plan, steps, comparisons.compare(steps, plan)
 
 
-def wanted(results: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
+def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
     """Path -> text of each page, with what follows from the records between its two marks."""
-    root = results.parent
-    page = root / "RESULTS.md"
+    root = page.parent
     generated = {
         page: results_page(plan, made, steps),
         root / "docs" / "benchmark.md": benchmark_page(made),

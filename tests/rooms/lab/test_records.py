@@ -83,7 +83,6 @@ def resumed_elsewhere(run: Path) -> None:
 REFUSED = {
     "no finished.json": lambda run: (run / "finished.json").unlink(),
     "metrics.jsonl: missing, altered or added": lambda run: (run / "metrics.jsonl").write_text("{}\n"),
-    "extra.jsonl: missing, altered or added": lambda run: (run / "extra.jsonl").write_text(""),
     "git.json: found .* needed: a run of a commit": changed("git.json", "false", "true"),
     "resume-1: differs from the first start": resumed_elsewhere,
     "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
@@ -220,7 +219,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "room").mkdir()
     for file, source in SOURCES.items():
         (folder / file).write_text(source)
-    pages.build(folder / "results")
+    pages.build(folder / "results", folder / "RESULTS.md")
     git(folder, "init", "-q", "-b", "main")
     commit(folder)
     return folder
@@ -232,7 +231,7 @@ def project(built: Path, tmp_path: Path) -> Path:
 
 
 def report_code(project: Path, *arguments: str) -> int:
-    return report.main(["--results", str(project / "results"), *arguments])
+    return report.main(["--results", str(project / "results"), "--page", str(project / "RESULTS.md"), *arguments])
 
 
 # ---------------------------------------------------------------- the pages
@@ -295,13 +294,19 @@ def replaced_by_another_name(project: Path) -> None:
     commit(project)
 
 
-def merged_with_a_change(project: Path) -> None:
-    """A merge may bring a file of records, and this one also changes one."""
-    git(project, "checkout", "-q", "-b", "side", "HEAD")
-    run_dir = recorded.make_run(project.with_name("new"), "more-seed0", 7)
-    records.add([run_dir], project / "results", "more")
+def add_on_a_branch(project: Path) -> None:
+    """A file of records on the branch `side`, and another commit on main."""
+    git(project, "checkout", "-q", "-b", "side")
+    records.add([recorded.make_run(project.with_name("new"), "more-seed0", 7)], project / "results", "more")
     commit(project)
     git(project, "checkout", "-q", "main")
+    (project / "note").write_text("a commit of its own")
+    commit(project)
+
+
+def merged_with_a_change(project: Path) -> None:
+    """A merge may bring a file of records, and this one also changes one."""
+    add_on_a_branch(project)
     git(project, "merge", "-q", "--no-ff", "--no-commit", "side")
     edited_parquet(project)
     commit(project)
@@ -340,12 +345,7 @@ def test_check_fails_when_a_record_was_changed_or_a_page_does_not_follow(project
 
 def test_records_may_grow_also_by_a_merge(project: Path, capsys) -> None:
     base = git(project, "rev-parse", "HEAD").strip()
-    git(project, "checkout", "-q", "-b", "side")
-    records.add([recorded.make_run(project.with_name("new"), "more-seed0", 7)], project / "results", "more")
-    commit(project)
-    git(project, "checkout", "-q", "main")
-    (project / "note").write_text("a commit of its own")
-    commit(project)
+    add_on_a_branch(project)
     git(project, "merge", "-q", "--no-ff", "side", "-m", "merge")
     assert report_code(project, "build") == 0 and report_code(project, "--check", "--against", base) == 0
     assert report_code(project, "--check", "--against", "0" * 40) == 2 and "no such commit" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path
 @pytest.mark.ci
 def test_the_pages_of_the_repository_follow_from_its_records() -> None:
     """The numbers outside of the generated parts, too: those of the READMEs."""
-    assert pages.stale(ROOT / "results") == []
+    assert pages.stale(ROOT / "results", ROOT / "RESULTS.md") == []
     steps = records.load(ROOT / "results")
     ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "smollm2")}
     shown = [

@@ -152,8 +152,10 @@ def test_finish_hashes_the_records(log: runlog.RunLog, capsys: pytest.CaptureFix
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("tear", [b"\x00" * 40, b'{"step": 5, "x": "\xff', ci(b""), ci(b'{"step": 5, "rew')])
-@pytest.mark.parametrize("back_to", [4, 1, ci(3), ci(2)])
+@pytest.mark.parametrize(
+    ("tear", "back_to"),
+    [(b"\x00" * 40, 4), (b'{"step": 5, "x": "\xff', 1), ci(b"", 3), ci(b'{"step": 5, "rew', 2)],
+)
 def test_a_rewound_run_equals_one_never_stopped(cfg: Config, tear: bytes, back_to: int, open_run: OpenRun) -> None:
     whole = open_run(cfg, 1, 0)
     fill(whole, 0, 6)
