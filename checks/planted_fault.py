@@ -253,14 +253,10 @@ def _named_fault(text: str) -> tuple[str, Function]:
 
 
 def plant(text: str) -> None:
-    """Put the faults in the place of the right functions; InputError for an unknown fault, or if a place is gone."""
+    """Put the faults in the place of the right functions; InputError for an unknown fault."""
     for place, wrong in named_faults(text):
         owner, _, attribute = place.rpartition(".")
-        try:
-            right = pkgutil.resolve_name(place)
-        except AttributeError as error:
-            raise InputError(f"{place}: not there ({error}); needed for the fault {text}") from None
-        setattr(pkgutil.resolve_name(owner), attribute, wrong(right))
+        setattr(pkgutil.resolve_name(owner), attribute, wrong(pkgutil.resolve_name(place)))
 
 
 @command

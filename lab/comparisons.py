@@ -26,6 +26,7 @@ KINDS = {
     "greedy": ("eval/greedy_accuracy", False),
     "curve": ("eval/sampled_accuracy", True),
 }
+WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison about which nothing is stated
 Kind = Literal["sampled", "greedy", "curve"]
 
 
@@ -173,10 +174,6 @@ class Comparison:
         """What was found, with the margin of an equality."""
         return f"equal within {self.family.margin:g}" if self.found == "equal" else self.found
 
-    @property
-    def is_withheld(self) -> bool:
-        return self.outcome.startswith("withheld")
-
 
 def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "pandas.DataFrame"]:
     """The outcome of each run, and at which steps and with how many questions it was measured, by variant and seed.
@@ -215,7 +212,7 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
     good = {one.entry.method for one in made if one.is_control and one.found == one.entry.predicted}
     for one in made:
         one.outcome = _outcome(one, good)
-    stated = [one for one in made if one.family.mismatch and not one.is_control and not one.is_withheld]
+    stated = [one for one in made if one.family.mismatch and not one.is_control and one.outcome != WITHHELD]
     lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
     for one in stated:
         if loss := lost.get(one.entry.base):
@@ -267,7 +264,7 @@ def verdict(one: Effect, p: float, margin: float) -> str:
 def _outcome(one: Comparison, good: set[str]) -> str:
     """Whether the prediction was met, in words."""
     if {*(one.entry.control or one.family.control)} - good and not one.is_control:
-        return "withheld: a control is not as predicted"
+        return WITHHELD
     if not one.entry.predicted or one.found == one.entry.predicted:
         return "met" if one.entry.predicted else one.said
     return one.found if one.found == "undecided" else f"not met: {one.said}"

@@ -102,7 +102,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
         before, after, effect = comparisons.gain(steps, finding.gain)
         points, seeds = f"{100 * before:.1f} -> {100 * after:.1f} %: {effect}", str(effect.seeds)
     elif finding.method:
-        named = [one for one in made if one.entry.method == finding.method and not one.is_withheld]
+        named = [one for one in made if one.entry.method == finding.method and one.outcome != comparisons.WITHHELD]
         found = [one for one in named if finding.against in ("", one.entry.base)]
         if not found:
             raise InputError(f"findings: {finding.method}: no comparison with records and found controls")

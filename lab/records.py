@@ -118,33 +118,25 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
             raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
     if to_keep and git[0].get("dirty") is not False:
         raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
-    try:
-        config = read_file(folder / "config.yaml")
-        record = Record(
-            id=str(config["name"]),
-            seed=config["train"]["seed"],
-            commit=str(git[0].get("commit")),
-            date=_date(folder),
-            command=read_text(folder / "command.txt").strip(),
-            result=finished.get("result", ""),
-            checks=finished.get("checks", {}),
-            resumed=len(starts) - 1,
-            config_hash=read_object(folder / "run.json")["config_hash"],
-            config=config,
-            inputs=inputs[0],
-            environment=read_object(folder / "environment.json", ("world_size",)),
-            files=finished["sha256"],
-        )
-        run = Run(record, _rows(folder))
-    except InputError:
-        raise
-    except (LookupError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{folder}: no record: a file of it holds something else than a run writes: {error!r}"
-        ) from None
+    config = read_file(folder / "config.yaml")
+    record = Record(
+        id=config["name"],
+        seed=config["train"]["seed"],
+        commit=str(git[0].get("commit")),
+        date=_date(folder),
+        command=read_text(folder / "command.txt").strip(),
+        result=finished.get("result", ""),
+        checks=finished.get("checks", {}),
+        resumed=len(starts) - 1,
+        config_hash=read_object(folder / "run.json")["config_hash"],
+        config=config,
+        inputs=inputs[0],
+        environment=read_object(folder / "environment.json", ("world_size",)),
+        files=finished["sha256"],
+    )
     if to_keep and (private := PRIVATE.search(json.dumps(record))):
         raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
-    return run
+    return Run(record, _rows(folder))
 
 
 def _date(folder: Path) -> str:
@@ -203,11 +195,8 @@ def frame(runs: list[Run]) -> "pandas.DataFrame":
 def of_sweep(folder: Path) -> list[Run]:
     """The finished runs of a sweep's folder, in the order of its file; no record is made of them."""
     path = folder / "sweep.json"
-    jobs = read_object(path, ("jobs",))["jobs"]
-    try:
-        done = [Path(job["run"]).name for job in jobs.values() if job["state"] == "finished"]
-    except (AttributeError, LookupError, TypeError):
-        raise InputError(f"{path}: found {shown(jobs)}; needed: the jobs that sweep.py writes") from None
+    jobs = read_object(path, ("jobs",))["jobs"].values()
+    done = [Path(job["run"]).name for job in jobs if job["state"] == "finished"]
     if not done:
         raise InputError(f"{path}: no job is finished; needed: a sweep that has run")
     return [read_run(folder.parent / run, to_keep=False) for run in done]

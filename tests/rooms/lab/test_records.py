@@ -86,7 +86,6 @@ REFUSED = {
     "git.json: found .* needed: a run of a commit": changed("git.json", "false", "true"),
     "resume-1: differs from the first start": resumed_elsewhere,
     "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
-    "a file of it holds something else": changed("config.yaml", "\ntrain:\n", "\ntrains:\n"),
     "needed: NAME-YYYYMMDD-HHMMSS": lambda run: run.rename(run.with_name("renamed")),
 }
 
@@ -427,9 +426,8 @@ def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path,
     assert report.main(["compare", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "better against base: lora.rank: 16 -> 8\n  greedy: +" in text and "late" not in text
-    for wrong, said in (({}, "no job is finished"), ({"a": 1}, "needed: the jobs that sweep.py writes")):
-        (folder / "sweep.json").write_text(json.dumps({"jobs": wrong}))
-        assert report.main(["compare", str(folder)]) == 2 and said in capsys.readouterr().err
+    (folder / "sweep.json").write_text('{"jobs": {}}')
+    assert report.main(["compare", str(folder)]) == 2 and "no job is finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
