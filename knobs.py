@@ -382,16 +382,12 @@ class Config(Section):
         return self.trains_merged and not self.rollout.staleness
 
     @property
-    def old_policy_share(self) -> float:
-        """The share of a step's tokens whose log-probs are computed before its first update: of all later updates.
+    def earlier_passes(self) -> float:
+        """Passes without gradients over a step's tokens, before its first update.
 
-        In the first update the policy that sampled still learns, so its ratio is 1. Under r2 this pass also records the
-        routes, of all tokens.
+        One computes the log-probs of the tokens of all later updates: in the first update the policy that sampled still
+        learns, so its ratio is 1. Under r2 it also records the routes, of all tokens. Under rollout.staleness there is
+        another one, with the adapters of the older policy.
         """
         first = 0 if self.replay.mode == "r2" else self.optim.prompts_per_update
-        return 1 - first / self.rollout.prompts_per_step
-
-    @property
-    def earlier_passes(self) -> float:
-        """Passes without gradients over a step's tokens: old_policy_share, and one with an older policy's adapters."""
-        return self.old_policy_share + (self.rollout.staleness > 0)
+        return 1 - first / self.rollout.prompts_per_step + (self.rollout.staleness > 0)
