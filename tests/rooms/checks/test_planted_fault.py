@@ -1,7 +1,4 @@
-"""Each planted fault of the benchmark does what it says.
-
-rooms/model/test_routing_replay.py has the faults of the sampler in whole runs.
-"""
+"""Each planted fault of the benchmark does what it says."""
 
 import json
 import pkgutil
