@@ -185,8 +185,8 @@ class VllmEngine(Engine):
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")
-        (failure,) = outcomes  # none: vLLM has not read the stream to its end
-        if failure:
+        assert outcomes, "load_weights: vLLM has not read the stream of tensors to its end"
+        if failure := outcomes[0]:
             raise failure
         self.ready = True
 
