@@ -126,30 +126,61 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 
 
 def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
-    """Call the functions of advantage and loss twice, with small tensors.
-
-    InputError for what a run would refuse, and for a function that does not repeat itself.
-    """
+    """Call the functions of advantage and loss once, with small tensors; InputError for what a run would refuse."""
     of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
         return
     import torch
 
-    from grpo import LossInputs
-
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(rollout.prompts_per_step, rollout.group_size, generator=generator)
     if callable(of_rewards):
-        _require_repeated("loss.advantage", loss.advantage, of_rewards(rewards), of_rewards(rewards))
+        of_rewards(rewards)
     if callable(of_tokens):
+        from grpo import LossInputs
+
         logp, clip = -rewards[:2], (loss.clip_low, loss.clip_high, loss.dual_clip)
-        inputs = LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip)
-        _require_repeated("loss.kind", loss.kind, of_tokens(inputs)[0], of_tokens(inputs)[0])
+        of_tokens(LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip))
 
 
-def _require_repeated(key: str, named: str, first: Tensor, again: Tensor) -> None:
-    if not first.equal(again):
-        raise InputError(f"{key}: {named} returns other numbers in a second call; needed: the same for equal arguments")
+def compare_orders(loss: LossConfig) -> None:
+    """InputError unless the functions of advantage and loss repeat themselves, and ignore the order of their rows.
+
+    For an advantage that is also the order of the completions of a question.
+    """
+    import torch
+
+    from grpo import LossInputs
+
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(4).roll(1), torch.arange(6).roll(1)
+    of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
+    if callable(of_rewards):
+        rewards = torch.randint(0, 3, (4, 6), generator=generator) / 2
+        plain, again = of_rewards(rewards), of_rewards(rewards)
+        turned = of_rewards(rewards[rows][:, columns])
+        alike = plain.equal(again) and turned.allclose(plain[rows][:, columns], atol=1e-5)
+        _require(alike, "loss.advantage", loss.advantage)
+    if callable(of_tokens):
+        mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).float()
+        logp, old_logp, better = (torch.randn(4, 6, generator=generator) * mask for _ in range(3))
+        clip = loss.clip_low, loss.clip_high, loss.dual_clip
+
+        def losses(order: Tensor) -> Tensor:
+            given = LossInputs(logp[order], old_logp[order], better[order], mask[order], *clip)
+            return of_tokens(given)[0] * mask[order]
+
+        plain, again = losses(torch.arange(4)), losses(torch.arange(4))
+        alike = plain.equal(again) and losses(rows).allclose(plain[rows], atol=1e-5)
+        _require(alike, "loss.kind", loss.kind)
+
+
+def _require(alike: bool, key: str, named: str) -> None:
+    if not alike:
+        raise InputError(
+            f"{key}: {named} depends on the order of its rows, or on chance; needed: the same result for each row in "
+            "any order"
+        )
 
 
 def _check_advantages(rewards: Tensor, result: Any) -> str:

@@ -24,7 +24,7 @@ from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_dict, to_yaml
 from inputs.rules import problems, refuse_first, sides
-from knobs import Config, DataConfig, RewardConfig
+from knobs import Config, RewardConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
@@ -148,17 +148,20 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
             )
 
 
-def check_repeats(reward: RewardConfig, data: DataConfig, scorer: Scorer) -> None:
-    """InputError unless reward.function repeats itself. Whether it rewards the right thing cannot be judged here."""
-    if not reward.function:
-        return
-    rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
-    calls = [Call(row.answer, row.gold, row.columns) for row in rows]
-    if scorer(calls) != scorer(calls[::-1])[::-1]:
-        raise InputError(
-            f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
-            "that depends on its arguments alone"
-        )
+def check_functions(cfg: Config, scorer: Scorer) -> None:
+    """InputError unless the user's functions repeat themselves and treat all rows alike.
+
+    Whether they reward the right thing cannot be judged here.
+    """
+    if cfg.reward.function:
+        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+        calls = [Call(row.answer, row.gold, row.columns) for row in rows]
+        if scorer(calls) != scorer(calls[::-1])[::-1]:
+            raise InputError(
+                f"reward.function: {cfg.reward.function} scores an answer differently in two calls; needed: a score "
+                "that depends on its arguments alone"
+            )
+    functions.compare_orders(cfg.loss)
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
@@ -181,7 +184,7 @@ def report(cfg: Config, ranks: int) -> str:
     with contextlib.closing(Scorer(cfg.reward)) as scorer, tempfile.TemporaryDirectory() as temporary:
         arch = check_settings(cfg, ranks, with_device=not elsewhere)
         check_answers(cfg, scorer)
-        check_repeats(cfg.reward, cfg.data, scorer)
+        check_functions(cfg, scorer)
         model = cfg.model.path
         if is_to_be_made(cfg):
             making = f"model: {model} is not there; a start makes a tiny model: {cfg.tiny_model}\n"

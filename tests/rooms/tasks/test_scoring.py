@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import dataclasses
 import json
 import math
@@ -601,27 +600,31 @@ def test_the_loss_of_the_example_is_sapo() -> None:
     assert stats["ratio_gap"].tolist()[0] == pytest.approx([0.0, 1.0])
 
 
-# ------------------------------------------------------------------------------------------------ functions that repeat
+# ------------------------------------------------------------------------------------------------ train_grpo.py --check
 
 
-@pytest.mark.parametrize(("key", "name"), [("loss.advantage", "chance"), ("loss.kind", "chance_of_tokens")])
-def test_an_advantage_or_a_loss_that_does_not_repeat_itself_is_refused(key: str, name: str) -> None:
-    cfg = load_config("configs/tiny_cpu.yaml", [f"{key}={OWN}:{name}"])
-    message = refused(functions.try_out, cfg.loss, cfg.rollout)
-    assert (
-        message == f"{key}: {OWN}:{name} returns other numbers in a second call; needed: the same for equal arguments"
-    )
-
-
-@pytest.mark.parametrize(("name", "repeats"), [("reward", True), ("by_chance", False)])
-def test_a_reward_that_does_not_repeat_itself_is_refused_by_the_check(name: str, repeats: bool) -> None:
-    cfg = load_config("configs/tiny_cpu.yaml", [f"reward.function={OWN}:{name}"])
-    with contextlib.closing(Scorer(cfg.reward)) as scorer:
-        if repeats:
-            check.check_repeats(cfg.reward, cfg.data, scorer)
-            return
-        message = refused(check.check_repeats, cfg.reward, cfg.data, scorer)
-        assert message.startswith(f"reward.function: {OWN}:by_chance scores an answer differently")
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"loss.advantage={OWN}:advantages", f"loss.kind={OWN}:loss", f"reward.function={OWN}:reward"], ""),
+        ([f"loss.advantage={OWN}:by_place"], f"loss.advantage: {OWN}:by_place depends on the order of its rows"),
+        ([f"loss.advantage={OWN}:by_column"], f"loss.advantage: {OWN}:by_column depends on the order of its rows"),
+        ([f"loss.kind={OWN}:by_row"], f"loss.kind: {OWN}:by_row depends on the order of its rows"),
+        ([f"reward.function={OWN}:by_chance"], f"reward.function: {OWN}:by_chance scores an answer differently"),
+    ],
+)
+def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(
+    overrides: list[str], named: str
+) -> None:
+    cfg = load_config("configs/tiny_cpu.yaml", overrides)
+    scorer = Scorer(cfg.reward)
+    try:
+        if named:
+            assert refused(check.check_functions, cfg, scorer).startswith(named)
+        else:
+            check.check_functions(cfg, scorer)
+    finally:
+        scorer.close()
 
 
 # ------------------------------------------------------------------------------------------------ what a run records
