@@ -296,10 +296,9 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
     versions = versions_of(args.stack)
     say(", ".join([args.stack, args.dtype, *(f"{name} {version}" for name, version in versions.items())]))
     rows: list[dict[str, Any]] = []
-    context = opened(expected, args, adapters)
     with contextlib.ExitStack() as until_the_end:
         try:
-            program = until_the_end.enter_context(context)
+            program = until_the_end.enter_context(opened(expected, args, adapters))
             base_got = program(None).double()
         except Exception as error:  # of a program that is not ours: any kind
             raise InputError(f"{args.stack}: does not start or answer without an adapter: {one_line(error)}") from error

@@ -87,7 +87,7 @@ def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
     """A random update of each adapted matrix, as large as the matrix. The updates are the same in every layout."""
     pairs: Pairs = {}
     for adapted in modules:
-        names = [name.removesuffix(".weight") for name in adapted.names(None)]
+        names = [name.removesuffix(".weight") for name in adapted.names(slice(None))]
         pairs |= probes.draw(names, arch, adapted.rank, alpha, BASE_SIZE)
     return pairs
 
