@@ -29,7 +29,7 @@ from facts.exits import InputError
 from facts.root import ROOT
 from inputs.config import command
 from inputs.files import first_names
-from lab import comparisons, pages, records, show
+from lab import comparisons, pages, records
 from lab.records import Record
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
     showing.add_argument("run", type=Path, metavar="out/RUN")
     showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
-    showing.set_defaults(act=lambda args: print(show.show(args.run, args.step)))
+    showing.set_defaults(act=lambda args: print(records.show(args.run, args.step)))
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")

@@ -16,7 +16,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from facts.exits import InputError
 from inputs.config import MAY_CHANGE, flatten
-from inputs.files import first_names, read_file, read_object, read_text, shown, whole_folder, write_atomically
+from inputs.files import (
+    first_names,
+    printable,
+    read_file,
+    read_object,
+    read_text,
+    shown,
+    whole_folder,
+    write_atomically,
+)
 from runlog.run_record import checksums, read_lines, variant_name
 
 if TYPE_CHECKING:
@@ -160,6 +169,27 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
             said = {key: value for key, value in line.items() if key != "step"}
             rows[line["step"] - 1].setdefault("completions", []).append(said)
     return [rows[step] for step in sorted(rows)]
+
+
+def show(run: Path, step: int | None = None) -> str:
+    """The completions of ``step`` as text, by default of the last step that has any. InputError if there are none.
+
+    train.completions_logged says how many a step has; they answer its first question.
+    """
+    path = run / "completions.jsonl"
+    rows = read_lines(path)
+    if not rows:
+        raise InputError(f"{path}: found no completions; needed: a run with train.completions_logged of 1 or more")
+    steps = {row["step"] for row in rows}
+    if step is None:
+        step = max(steps)
+    if step not in steps:
+        raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
+    shown = [row for row in rows if row["step"] == step]
+    lines = [f"{run.name}, step {step}", "", f"question: {shown[0]['question']}", f"gold answer: {shown[0]['gold']}"]
+    for row in shown:
+        lines += ["", f"--- reward {row['reward']}, {row['tokens']} tokens", row["completion"]]
+    return printable("\n".join(lines), kept="\n\t")  # a model may write anything
 
 
 # -------------------------------------------------------------------------------------------------------- the results
