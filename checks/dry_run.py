@@ -34,7 +34,7 @@ import lora_megatron
 import parallel_setup
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
-from checks.dry_run_report import IMBALANCES, DryRun, as_json, as_text, compare
+from checks.dry_run_report import IMBALANCES, WITHIN, DryRun, as_json, as_text, compare
 from engines.interface import Stack
 from facts.architectures import Architecture, layers
 from facts.exits import InputError
@@ -86,6 +86,9 @@ def run(
         stack.enter_context(meter)
         kernels._causal_mask.cache_clear()  # of an earlier run
         kernels._scalar.cache_clear()
+        gc.collect()
+        gc.freeze()  # later collections look at the objects of the step alone
+        stack.callback(gc.unfreeze)
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
         _step(done, parallel, meter, adapt)
@@ -352,12 +355,14 @@ def main(arguments: list[str]) -> int:
     dry_run_device.open_device(kind)
     done = run(side_of(cfg, ranks, args.rank), arch, args.rank, kind)
     rows = compare(done)
+    agree = all(row.agrees for row in rows)
     if args.json:
         print(json.dumps(as_json(done, rows)))
-    else:
-        print(f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}")
-        print(as_text(done, rows))
-    return 0 if all(row.agrees for row in rows) else 1
+        return 0 if agree else 1
+    print(f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}")
+    print(as_text(done, rows))
+    print(f"\nall within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":

@@ -408,6 +408,16 @@ def test_a_push_takes_the_longer_of_its_products_and_its_writes(flops: float, ca
     assert by_hand[cause] == max(by_hand.values())
 
 
+def test_the_cause_of_a_phase_is_named_with_what_to_change():
+    times, cfg = planned(hardware=dataclasses.replace(NPU, link=40e9))
+    assert planned()[0].bound("reference") == "arithmetic" and times.bound("reference") == "expert exchange"
+    assert "parallel.expert" in preflight.advice(cfg.rollout, cfg.model, times, "reference")
+    times, cfg = planned("parallel.expert=16", ranks=32)
+    small, _ = planned("parallel.expert=16", "lora.expert_rank=4", ranks=32)
+    assert 3 < times.phases["optimizer"] / small.phases["optimizer"] < 8
+    assert "lora.expert_rank" in preflight.advice(cfg.rollout, cfg.model, times, "optimizer")
+
+
 def test_experts_exchange_and_active_parameters_are_those_worked_out_by_hand():
     """2.17 s for four passes of EP16 with short completions; the attention is not split."""
     cfg = load_config("configs/qwen3.yaml", ["parallel.tensor=1", "rollout.expert_parallel=false"])
@@ -438,6 +448,16 @@ def test_what_leaves_a_node_goes_at_the_rate_between_nodes():
         ratio = slow[phase]["expert exchange"] / fast[phase]["expert exchange"]
         assert ratio == pytest.approx(16 / 31 / 25 * 196)
         assert slow[phase]["tensor exchange"] == fast[phase]["tensor exchange"]
+
+
+def test_more_work_takes_longer_and_more_ranks_do_not():
+    base, _ = planned()
+    assert planned(completion=512)[0].total > base.total
+    assert planned("rollout.group_size=16")[0].total > base.total
+    assert planned(ranks=32)[0].total < base.total
+    assert planned("loss.kl=none")[0].phases["reference"] == 0
+    assert planned("optim.prompts_per_update=48")[0].phases["old policy"] > 0
+    assert planned("model.recompute=false")[0].phases["update backward"] < base.phases["update backward"]
 
 
 def test_a_small_cache_takes_waves_and_is_named_as_the_cause():

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import breaking
 import planted
@@ -625,19 +625,75 @@ def real_shape(model: Path, out_dir: Path, changes: dict) -> Config:
     return training.config(model, out_dir, **whole | parts | sizes | changes)
 
 
+# A check -> (fault, changes to the run, layout, how its message goes on).
+REAL = {
+    "reward_constant": (
+        both(planted.two_steps_count, FAULTS["every reward is 0"]),
+        {"reward__check_gold": False},
+        "TP2",
+        "every reward of 2 steps is 0",
+    ),
+    "unparsable": (nothing, {}, "EP2", "step 1: 100.0%"),
+    "truncated": (nothing, {"rollout__max_new_tokens": 2, "rollout__group_size": 32}, "TP2", "step 1: "),
+    "sampling": (FAULTS["every step asks the same questions"], {}, "EP2", "step 3: the same 8 of 40 questions"),
+    "held_out": (FAULTS["held-out questions are asked"], {}, "TP2", "step 1 asks 1 held-out questions"),
+    "state": (FAULTS["a factor drifts on rank 1"], {}, "TP2", "after 1 steps: model.layers.0.self_attn.qkv_proj.A"),
+    "impossible": (FAULTS["the KL has the wrong sign"], {}, "EP2", "step 1: actor/kl_loss is -"),
+    "collapse": (both(planted.two_steps_are_usual, planted_trainer.rewards_fall), {}, "TP2", "step 4: mean reward 0"),
+    "logp_gap": (FAULTS["a router is pushed in another order"], {}, "EP2", "step 1: sampler and trainer differ"),
+    "reference_kl": (
+        FAULTS["adapters do not start at 0"],
+        {},
+        "TP2",
+        "step 1: before the first update, reference and policy",
+    ),
+    "adapters": (FAULTS["adapters are never pushed"], {}, "EP2", "step 2: "),
+    # The file itself has no noise.
+    "noise": (FAULTS["the engine ignores pushed norms"], NOISE, "TP2", "step 1: sigma is 0.01"),
+    "gradient_spike": (
+        both(planted.two_steps_are_usual, planted_trainer.twelfth_gradient_is_large),
+        {},
+        "EP2",
+        "step 3: gradient no",
+    ),
+    # In step 1 some of the largest logits are equal in bf16.
+    "entropy": (FAULTS["one token has all the probability"], {"checks__off": ("logp_gap",)}, "TP2", "step 2: entropy "),
+}
+
+
+@pytest.fixture(scope="module")
+def found_in_the_real_shape(model: Path, tmp_path_factory) -> dict[str, Any]:
+    """The errors of all ranks, by check, and of two sound runs, which leave checkpoints; and the folder of all runs."""
+    out, sound = tmp_path_factory.mktemp("real"), {"train__steps": 2, "train__checkpoint_every": 1}
+    jobs = {
+        check: (plant, real_shape(model, out / check, stopping(check) | changes), layout)
+        for check, (plant, changes, layout, _) in REAL.items()
+    }
+    for name, changes in RESUMED.items():
+        jobs[name] = nothing, real_shape(model, out / name, sound | changes), "TP2"
+    return raised_each(jobs) | {"folder": out}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_finds_its_fault_in_the_shape_of_a_real_configuration(check: str, found_in_the_real_shape) -> None:
+    reports = found_in_the_real_shape[check]
+    kind, message = reports[0]
+    assert kind is Tripped and message.startswith(f"checks.{check}: {REAL[check][3]}"), message
+    assert len(reports) == 2 and len(set(reports)) == 1, reports
+
+
 @pytest.mark.nightly
 def test_after_a_resume_in_the_real_shape_the_reference_must_be_the_policy_without_its_update(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, found_in_the_real_shape
 ) -> None:
-    two_steps = {"train__steps": 2, "train__checkpoint_every": 1}
-    runs = {name: real_shape(model, tmp_path / name, two_steps | changes) for name, changes in RESUMED.items()}
-    sound, jobs = raised_each({name: (nothing, cfg, "TP2") for name, cfg in runs.items()}), {}
+    out, jobs = found_in_the_real_shape["folder"], {}
     for name, changes in RESUMED.items():
-        assert sound[name] == [(InputError, "")] * 2
-        (run,) = (tmp_path / name).glob("tiny-*")
+        assert found_in_the_real_shape[name] == [(InputError, "")] * 2
+        (run,) = (out / name).glob("tiny-*")
         (run / "finished.json").unlink()
         shutil.rmtree(training.checkpoint_of(run, 2))
-        cfg = runs[name]
+        cfg = real_shape(model, out / name, {"train__steps": 2, "train__checkpoint_every": 1} | changes)
         jobs[f"adapters on, {name}"] = FAULTS["the reference has its adapters on"], cfg, "TP2"
         if changes:
             jobs["other routes"] = FAULTS["the reference takes other routes"], cfg, "EP2"
