@@ -630,7 +630,7 @@ def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
     shapes = {}
     for module in adapted_modules(model.arch, LORA):
         shapes |= module.factor_shapes()
-    engine.load_adapter({name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()})
+    engine.load_adapter({name: torch.randn(shape, generator=generator) / 16 for name, shape in shapes.items()})
     monkeypatch.setattr(
         torch_decoder.Decoder,
         "_qkv",
