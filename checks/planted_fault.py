@@ -181,14 +181,13 @@ def noise(right: Function, size: str) -> Function:
         uniforms = embedded(engine, "noise")._uniforms
         pick = torch_sampler.pick
 
-        def with_noise(seeds: list[int], samples: range, num_samples: int, params: Any) -> Any:
+        def with_noise(seeds: list[int], num_samples: int, params: Any) -> Any:
             """The number of each token, and the noise on its logits.  -> (N, R, 1 + V)"""
             shape = (num_samples, params.max_new_tokens, engine.arch.vocab_size)
             generators = [torch.Generator().manual_seed(derive_seed(seed, "logit noise")) for seed in seeds]
             table = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).mul_(float(size))
-            table = table[:, samples.start : samples.stop].flatten(0, 1).transpose(0, 1)
-            drawn = uniforms(seeds, samples, num_samples, params)
-            return torch.cat([drawn, table.to(drawn.device)], -1)
+            drawn = uniforms(seeds, num_samples, params)
+            return torch.cat([drawn, table.flatten(0, 1).transpose(0, 1).to(drawn.device)], -1)
 
         def pick_noisy(logits: Any, drawn: Any, temperature: float) -> tuple[Any, Any]:
             return pick(logits + drawn[:, 1:], drawn[:, :1], temperature)

@@ -505,10 +505,16 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert (on - without).abs().max() > 0.1
 
 
-def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(runs, tmp_path, capsys) -> None:
-    """PEFT with transformers 5 applies the stack of a Qwen2-MoE's experts, and leaves out a pair an expert."""
-    run, out, merged = runs["qwen2_shared_tied"], tmp_path / "probes", tmp_path / "merged"
+@pytest.fixture(scope="module")
+def probed(runs, tmp_path_factory) -> tuple[Run, Path]:
+    run, out = runs["qwen2_shared_tied"], tmp_path_factory.mktemp("probed") / "probes"
     assert export.main([str(run.folder), "--probes", str(out)]) == 0
+    return run, out
+
+
+def test_probes_of_a_run_judge_its_merged_model_and_the_forms_of_its_adapter(probed, tmp_path, capsys) -> None:
+    """PEFT with transformers 5 applies the stack of a Qwen2-MoE's experts, and leaves out a pair an expert."""
+    (run, out), merged = probed, tmp_path / "merged"
     assert export.main([str(run.folder), "--merged", str(merged)]) == 0
     capsys.readouterr()
     for stack, verdicts in (
