@@ -137,8 +137,8 @@ def start(cfg: Config, layout: str) -> None:
         check.check_answers(cfg, scorer)
         inputs = check.read_inputs(cfg, arch, scorer)
         parallel = world.open_layout(layout)
-        heartbeat = Heartbeat(0, RunLog(cfg, parallel.rank))
-        train_grpo.train(opening.open_run(cfg, parallel, heartbeat, inputs))
+        with contextlib.closing(RunLog(cfg, parallel.rank)) as log_of_run:  # the next run may resume this one
+            train_grpo.train(opening.open_run(cfg, parallel, Heartbeat(0, log_of_run), inputs))
 
 
 def lighten(lenient: bool = True) -> None:
