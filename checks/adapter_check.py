@@ -300,6 +300,8 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
         try:
             program = until_the_end.enter_context(opened(expected, args, adapters))
             base_got = program(None).double()
+        except InputError:  # it names what the user has to change
+            raise
         except Exception as error:  # of a program that is not ours: any kind
             raise InputError(f"{args.stack}: does not start or answer without an adapter: {one_line(error)}") from error
         own = (base_got - base).abs().mean().item()

@@ -8,7 +8,6 @@ import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
 from inputs.files import MOST_RANKS, one_line
-from inputs.rules import side_of
 from knobs import Config
 from plan import doctor
 from run import check, opening, sampling_ranks
@@ -36,19 +35,19 @@ def start(cfg: Config, train: Callable[[Run], None]) -> None:
         check.check_answers(cfg, scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the settings")
-        side = side_of(cfg, ranks, parallel_setup.launched_rank())
+        side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
         with contextlib.ExitStack() as world:
             with heartbeat.waiting():
-                device = world.enter_context(parallel_setup.open_world(cfg, side if side.name else None))
-            if cfg.tiny_model is not None and side.name != "samplers":
+                device = world.enter_context(parallel_setup.open_world(cfg, side))
+            if cfg.tiny_model is not None and not samples:
                 tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, heartbeat.beat)
             if bridge:
                 with heartbeat.waiting():
                     bridge.open(heartbeat)
-            parallel = parallel_setup.open_layout(side.cfg.parallel, device)
+            parallel = parallel_setup.open_layout((side.cfg if side else cfg).parallel, device)
             heartbeat.beat("the meeting of all ranks")
             inputs = check.read_inputs(cfg, arch, scorer, heartbeat.beat)
-            if bridge and side.name == "samplers":
+            if bridge and samples:
                 sampling_ranks.open_samplers(cfg, parallel, heartbeat, inputs, bridge).serve()
             else:
                 train(opening.open_run(cfg, parallel, heartbeat, inputs, bridge))

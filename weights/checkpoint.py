@@ -67,9 +67,9 @@ def save(
     ``config``: inputs.config.to_dict of the run. One process calls it, with all tensors on the host, each contiguous
     and in memory of its own. The run's .jsonl files are forced to the disk before, because a resume needs their lines
     up to this step. Checkpoints of this step and of later ones are removed: they were made before the run was rewound
-    to an earlier checkpoint. Raises InputError when the disk is full or cannot be written; the earlier checkpoints then
-    stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their folder has its
-    name.
+    to an earlier checkpoint. Raises InputError when the disk is full or cannot be written; the checkpoints of earlier
+    steps then stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their folder
+    has its name.
     """
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
