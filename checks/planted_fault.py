@@ -10,6 +10,7 @@ methods are compared under them; they need checks.off=[logp_gap], because this c
 because sweep.py checks the names of faults without it.
 """
 
+import functools
 import pkgutil
 import re
 import sys
@@ -85,19 +86,6 @@ def altered_evaluation(right: Function) -> Function:
 # ------------------------------------------------------------------------------------------------ faults of the sampler
 
 
-def rounded(right: Any, bits: str) -> Any:
-    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
-
-    Embedding, head, norms, biases and routers are not rounded. Evaluations and the trainer have the policy itself.
-    """
-    return rounding(right, int(bits))
-
-
-def rounded_down(right: Any, bits: str) -> Any:
-    """As `rounded`, but the weights are rounded down instead of to the nearest."""
-    return rounding(right, int(bits), down=True)
-
-
 def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: bool = False) -> Any:
     """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
 
@@ -115,8 +103,12 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
     return torch.cat(parts, dim=-1).to(weight.dtype)
 
 
-def rounding(right: Any, bits: int, *, down: bool = False) -> Any:
-    """The class Push ``right``, whose pushes for training end with matrices of rounded_weights."""
+def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
+    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
+
+    Embedding, head, norms, biases and routers are not rounded. Evaluations and the trainer have the policy itself.
+    ``right`` is the class Push. ``down``: the weights are rounded down instead of to the nearest.
+    """
     from facts.architectures import tensor_shapes
 
     class RoundingPush(right):
@@ -139,7 +131,9 @@ def rounding(right: Any, bits: int, *, down: bool = False) -> Any:
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
             metrics = super().__call__(step, probe)
             tensors = self._export(set())
-            named = ((name, rounded_weights(x, bits, down=down) if name in self.matrices else x) for name, x in tensors)
+            named = (
+                (name, rounded_weights(x, int(bits), down=down) if name in self.matrices else x) for name, x in tensors
+            )
             self._load(self.engine.load_weights, named)
             return metrics
 
@@ -171,32 +165,25 @@ def flips(right: Function) -> Function:
 
 
 def noise(right: Function, size: str) -> Function:
-    """In training, the sampler draws from logits with normal noise of this standard deviation, new for each token."""
+    """In training, the sampler draws from logits with normal noise of this standard deviation, new for each token.
+
+    The random number with which a token is drawn is the seed of its noise.
+    """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:
         import torch
 
         from engines import torch_sampler
 
-        uniforms = embedded(engine, "noise")._uniforms
         pick = torch_sampler.pick
 
-        def with_noise(seeds: list[int], num_samples: int, params: Any) -> Any:
-            """The number of each token, and the noise on its logits.  -> (N, R, 1 + V)"""
-            shape = (num_samples, params.max_new_tokens, engine.arch.vocab_size)
-            generators = [torch.Generator().manual_seed(derive_seed(seed, "logit noise")) for seed in seeds]
-            table = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).mul_(float(size))
-            drawn = uniforms(seeds, num_samples, params)
-            return torch.cat([drawn, table.flatten(0, 1).transpose(0, 1).to(drawn.device)], -1)
+        def pick_noisy(logits: Any, uniform: Any, temperature: float) -> tuple[Any, Any]:
+            seeds = [derive_seed(number, "logit noise") for number in uniform.flatten().tolist()]
+            rows = [torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            return pick(logits + float(size) * torch.stack(rows).to(logits.device), uniform, temperature)
 
-        def pick_noisy(logits: Any, drawn: Any, temperature: float) -> tuple[Any, Any]:
-            return pick(logits + drawn[:, 1:], drawn[:, :1], temperature)
-
-        with (
-            mock.patch.object(engine, "_uniforms", with_noise),
-            mock.patch.object(torch_sampler, "pick", pick_noisy),
-        ):
-            return right(engine, *rest, **named)
+        with mock.patch.object(torch_sampler, "pick", pick_noisy):
+            return right(embedded(engine, "noise"), *rest, **named)
 
     return sample
 
@@ -229,7 +216,7 @@ FAULTS = {
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
     "altered_evaluation": Fault("run.sampler.Sampler.evaluate", altered_evaluation),
     "rounded": Fault("run.sampler.Push", rounded, BITS),
-    "rounded_down": Fault("run.sampler.Push", rounded_down, BITS),
+    "rounded_down": Fault("run.sampler.Push", functools.partial(rounded, down=True), BITS),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }
