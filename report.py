@@ -266,10 +266,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
     comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)
-    if args.check == (args.verb is not None):
-        parser.error("one of the commands, or --check alone")
-    if args.against and not args.check:
-        parser.error("--against: needed: --check --against REV")
+    if args.check == (args.verb is not None) or (args.against and not args.check):
+        parser.error("needed: one of the commands, or --check alone, or --check --against REV")
     return args
 
 

@@ -71,7 +71,6 @@ class Record(NamedTuple):
     id: str
     seed: int
     commit: str
-    date: str  # of its start, YYYY-MM-DD
     command: str
     result: str  # the last line that it printed
     checks: dict[str, str]  # check -> its first warning
@@ -132,7 +131,6 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
         id=config["name"],
         seed=config["train"]["seed"],
         commit=str(git[0].get("commit")),
-        date=_date(folder),
         command=read_text(folder / "command.txt").strip(),
         result=finished.get("result", ""),
         checks=finished.get("checks", {}),
@@ -146,14 +144,6 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
     if to_keep and (private := PRIVATE.search(json.dumps(record))):
         raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
     return Run(record, _rows(folder))
-
-
-def _date(folder: Path) -> str:
-    """The day in the name of a run's folder, NAME-YYYYMMDD-HHMMSS."""
-    found = re.search(r"-(\d{4})(\d\d)(\d\d)-\d{6}(-\d+)?$", folder.resolve().name)
-    if not found:
-        raise InputError(f"{folder}: found another name than the run's own; needed: NAME-YYYYMMDD-HHMMSS")
-    return "-".join(found.groups()[:3])
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
@@ -174,17 +164,16 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def show(run: Path, step: int | None = None) -> str:
     """The completions of ``step`` as text, by default of the last step that has any. InputError if there are none.
 
-    train.completions_logged says how many a step has; they answer its first question.
+    A step has train.completions_logged of them; they answer its first question.
     """
     path = run / "completions.jsonl"
     rows = read_lines(path)
-    if not rows:
-        raise InputError(f"{path}: found no completions; needed: a run with train.completions_logged of 1 or more")
     steps = {row["step"] for row in rows}
     if step is None:
-        step = max(steps)
+        step = max(steps, default=0)
     if step not in steps:
-        raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
+        there = f"steps {min(steps)} to {max(steps)}" if steps else "no step, because train.completions_logged was 0"
+        raise InputError(f"{path}: found completions of {there}; needed: those of --step {step}")
     shown = [row for row in rows if row["step"] == step]
     lines = [f"{run.name}, step {step}", "", f"question: {shown[0]['question']}", f"gold answer: {shown[0]['gold']}"]
     for row in shown:

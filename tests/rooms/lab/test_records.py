@@ -86,7 +86,6 @@ REFUSED = {
     "git.json: found .* needed: a run of a commit": changed("git.json", "false", "true"),
     "resume-1: differs from the first start": resumed_elsewhere,
     "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
-    "needed: NAME-YYYYMMDD-HHMMSS": lambda run: run.rename(run.with_name("renamed")),
 }
 
 
@@ -157,8 +156,9 @@ def test_a_kept_model_is_given_back_once_and_not_over_another(run: Path, results
     with pytest.raises(InputError, match="the model from which base-seed3 started is not kept"):
         records.restore_weights(results, record, tmp_path / "model")
     results.mkdir()
-    kept = pandas.DataFrame({"sha256": ["ab" * 32, "cd" * 32], "content": [b"weights", b"others"]})
-    kept.to_parquet(results / records.WEIGHTS)
+    pandas.DataFrame({"sha256": ["ab" * 32, "cd" * 32], "content": [b"weights", b"others"]}).to_parquet(
+        results / records.WEIGHTS
+    )
     records.restore_weights(results, record, tmp_path / "model")
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "model").iterdir()] == [
         ("model.safetensors", b"weights")
@@ -239,14 +239,11 @@ def report_code(project: Path, *arguments: str) -> int:
 def test_every_number_of_the_pages_is_a_records(project: Path) -> None:
     steps = pandas.read_parquet(project / "results" / "variants.parquet")
     last = steps[steps["step"] == 4].set_index("id")["eval/sampled_accuracy"]
-    difference = 100 * (last.filter(like="better").mean() - last.filter(like="base").mean())
-    first = steps[(steps["step"] == 0) & steps["id"].str.startswith("base")]["eval/sampled_accuracy"]
+    base, better = (last.filter(like=name).mean() for name in ("base", "better"))
+    first = steps[(steps["step"] == 0) & steps["id"].str.startswith("base")]["eval/sampled_accuracy"].mean()
     text = (project / "RESULTS.md").read_text()
-    assert f"| Is it better? | Yes. | {difference:+.1f} (" in text and "\n\nAlso by people.\n" in text
-    base = last.filter(like="base")
-    assert (
-        f"| {100 * first.mean():.1f} -> {100 * base.mean():.1f} %: {100 * (base.mean() - first.mean()):+.1f} (" in text
-    )
+    assert f"| Is it better? | Yes. | {100 * (better - base):+.1f} (" in text and "\n\nAlso by people.\n" in text
+    assert f"| {100 * first:.1f} -> {100 * base:.1f} %: {100 * (base - first):+.1f} (" in text
     assert "| Rank 8 | `base` | 3 |" in text and "larger, as predicted" in text
     assert "| Never run (`absent` against `base`) | smaller | seed 3 stopped |" in text
     benchmark = (project / "docs" / "benchmark.md").read_text()
@@ -535,7 +532,7 @@ def test_a_step_is_shown_with_its_question_and_no_completion_controls_the_termin
     first = capsys.readouterr().out
     assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "two" not in first
     assert report.main(["show", str(run), "--step", "9"]) == 2
-    assert "--step: found 9; needed: a step with completions, 1 to 4" in capsys.readouterr().err
+    assert "found completions of steps 1 to 4; needed: those of --step 9" in capsys.readouterr().err
     path.unlink()
     assert report.main(["show", str(run)]) == 2
-    assert "found no completions; needed: a run with train.completions_logged" in capsys.readouterr().err
+    assert "found completions of no step, because train.completions_logged was 0" in capsys.readouterr().err
