@@ -279,20 +279,18 @@ def write_index(jobs: list[Job], folder: Path) -> None:
 
 
 def print_list(jobs: list[Job]) -> None:
-    """Print the steps of every job, and what the plan says of its hours and its disk space."""
-    all_hours = all_gib = 0.0
+    """Print the steps of every job, and what the plan says of their hours and their disk space."""
+    hours = gib = 0.0
     for job in jobs:
         run, result = job.look()
         steps = len(read_lines(run / "metrics.jsonl")) if run else 0
-        planned = whole_run.of_config(job.cfg, job.processes)
-        hours, gib = (planned.hours, planned.kept_bytes / GIB) if planned else (0.0, 0.0)
-        plan = f"{hours:.1f} h, {gib:.1f} GiB  " if gib else ""
         state = f"{'finished' if result else 'not finished'}  {steps}/{job.cfg.train.steps} steps"
-        print(f"{job.name}  {state}  {plan}{job.processes} ranks  {' '.join(job.arguments)}")
-        all_hours += 0 if result else hours
-        all_gib += gib
-    if all_gib:
-        print(f"by the plan: {all_hours:.0f} h of runs that are not finished; {all_gib:.0f} GiB of checkpoints")
+        print(f"{job.name}  {state}  {job.processes} ranks  {' '.join(job.arguments)}")
+        if planned := whole_run.of_config(job.cfg, job.processes):
+            hours += 0 if result else planned.hours
+            gib += planned.kept_bytes / GIB
+    if gib:
+        print(f"by the plan: {hours:.1f} h of runs that are not finished; {gib:.1f} GiB of checkpoints")
 
 
 @command

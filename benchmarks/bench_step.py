@@ -1,6 +1,6 @@
 """A whole training step against TRL's GRPOTrainer: same model, questions, adapters and forced token counts, in turn.
 
-    python benchmarks/bench_step.py [--cases NAME ...] [--steps 10] [--json] [--trl-python PATH]
+    python benchmarks/bench_step.py [--cases NAME ...] [--steps 10] [--trl-python PATH]
     python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
@@ -168,7 +168,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=cases.TINY)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
     if {*args.cases} - {*cases.TINY} and not (cases.ROOT / cases.SMOL).is_dir():
@@ -181,9 +180,6 @@ def main() -> None:
     path = cases.ROOT / "out" / "bench_step.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    if args.json:
-        print(json.dumps(result))
-        return
     print("medians of CPU seconds of a step")
     print(pd.DataFrame([row(case) for case in found]).to_string(index=False, float_format="{:.4g}".format))
 

@@ -64,9 +64,6 @@ def draw_panel(axes: Any, key: str, curve: Curve) -> None:
     measured = pandas.Series(curve, dtype=float)
     for step in measured.index[measured.isna()]:
         axes.axvline(step, color="red", lw=1, ls=":")
-    logarithmic = key in LOGARITHMIC and (measured > 0).any()
-    if logarithmic:
-        measured = measured.where(measured > 0)
     if key.endswith("_accuracy"):
         axes.plot(measured, color=COLOR, marker="o", ms=4, ls="", alpha=0.8)
     else:
@@ -74,8 +71,9 @@ def draw_panel(axes: Any, key: str, curve: Curve) -> None:
         smooth = values.rolling(max(1, len(values) // 20), center=True, min_periods=1).mean().where(values.notna())
         axes.plot(values, color=COLOR, lw=0.7, marker="o", ms=2, alpha=0.35)
         axes.plot(smooth, color=COLOR, lw=2)
-    if logarithmic:  # whole decades, so that noise within one decade does not fill the panel
-        axes.set_yscale("log")
+    if key in LOGARITHMIC and (measured > 0).any():
+        axes.set_yscale("log", nonpositive="mask")
+        # Whole decades, so that noise within one decade does not fill the panel.
         low, high = numpy.log10(axes.get_ylim())
         axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
     axes.set_ylabel(key, fontsize=9)
