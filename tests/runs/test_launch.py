@@ -248,7 +248,10 @@ def configuration(model: Path, folder: Path) -> Path:
 
 @contextmanager
 def meeting() -> Iterator[list[list[str]]]:
-    """The options of torchrun on each of two nodes; the first one holds the store for their meeting."""
+    """The options of torchrun on each of two nodes; the first one holds the store for their meeting.
+
+    torch calls a node lost that says nothing for three times five seconds, which a crowded machine may take.
+    """
     with world.reserved_port() as port:
         options = [
             "--nnodes=2",
@@ -257,7 +260,7 @@ def meeting() -> Iterator[list[list[str]]]:
             "--rdzv-id=test",
             "--local-addr=localhost",
         ]
-        yield [[*options, f"--rdzv-conf=is_host={host}"] for host in (1, 0)]
+        yield [[*options, f"--rdzv-conf=is_host={host},keep_alive_max_attempt=20"] for host in (1, 0)]
 
 
 def on_two_nodes(

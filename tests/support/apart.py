@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from planting import Plant
 import train_grpo
 from inputs.config import to_yaml
 from knobs import Config
+from runlog.progress import Heartbeat
 
 # The count-th call of a function; then, in it, that of the next one; and so on.
 Place = Sequence[tuple[object, str, int]]
@@ -78,9 +80,14 @@ def on(ranks: Collection[int], plant: Plant) -> Plant:
 
 def strike(kind: str, rank: int, *place: tuple[object, str, int]) -> Plant:
     """On ``rank`` at ``place``: ValueError (raise), a sleep of ten minutes (hang), SIGSTOP (stop), SIGKILL (die), or
-    SIGKILL for all processes of the launcher of agents.py (lose), as when a machine is lost."""
+    SIGKILL for all processes of the launcher of agents.py (lose), as when a machine is lost.
+
+    train.stall_seconds holds from a hang or a stop on. Before it no rank has stood still, however slow this machine is.
+    """
+    struck = RawValue("b")  # in memory that the ranks share, because they are forked
 
     def strike_here() -> None:
+        struck.value = 1
         if kind == "raise":
             raise ValueError(f"a deliberate fault of rank {rank}")
         if kind == "hang":
@@ -89,7 +96,14 @@ def strike(kind: str, rank: int, *place: tuple[object, str, int]) -> Plant:
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
-    return on([rank], lambda patch: arm(patch, place, strike_here))
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        on([rank], lambda patch: arm(patch, place, strike_here))(patch)
+        if kind in ("hang", "stop"):
+            set_limit = lambda beat, seconds: setattr(beat, "limit", seconds)  # noqa: E731
+            limit = property(lambda beat: beat.limit if struck.value else 600, set_limit)
+            patch.setattr(Heartbeat, "stall_seconds", limit, raising=False)
+
+    return plant
 
 
 def arm(patch: pytest.MonkeyPatch, place: Place, act: Callable[[], None]) -> None:
