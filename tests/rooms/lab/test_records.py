@@ -364,10 +364,10 @@ def test_the_pages_of_the_repository_follow_from_its_records() -> None:
     """The numbers outside of the generated parts, too: those of the READMEs."""
     assert pages.stale(ROOT / "results", ROOT / "RESULTS.md") == []
     steps = records.load(ROOT / "results")
-    ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "smollm2")}
+    ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "routed")}
     shown = [
         f"{100 * share:.1f}"
-        for name, places in (("baseline", (0, 1)), ("control", (1,)), ("smollm2", (0, 1)))
+        for name, places in (("baseline", (0, 1)), ("control", (1,)), ("routed", (0, 1)))
         for share in (ends[name][place] for place in places)
     ]
     for page in ("README.md", "README.zh.md"):
