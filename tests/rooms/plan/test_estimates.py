@@ -209,7 +209,7 @@ ARCHITECTURES = (
 )
 
 
-@pytest.mark.parametrize("recompute", [False, nightly(True)])
+@pytest.mark.parametrize("recompute", [ci(False), nightly(True)])
 def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     """Three micro-batches of the trainer's own update on one rank: activations, gradients and AdamW's moments.
 
