@@ -400,7 +400,7 @@ def prompt(folder: Path) -> list[int]:
 def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense, routed) -> None:
     ids = torch.tensor([prompt(folder)])
     wanted = dense(ids).logits
-    assert (routed(ids).logits - wanted).abs().max() < 1e-3
+    assert (routed(ids).logits - wanted).abs().max() < 5e-4  # 1e-4 was measured, in fp32
     mlp = routed.model.layers[3].mlp
     for weight in (mlp.shared_expert.down_proj.weight, mlp.experts.down_proj[3]):
         kept = weight.clone()
