@@ -168,12 +168,13 @@ def show(run: Path, step: int | None = None) -> str:
     """
     path = run / "completions.jsonl"
     rows = read_lines(path)
+    if not rows:
+        raise InputError(f"{path}: found no completions; needed: a run with train.completions_logged of 1 or more")
     steps = {row["step"] for row in rows}
     if step is None:
-        step = max(steps, default=0)
+        step = max(steps)
     if step not in steps:
-        there = f"steps {min(steps)} to {max(steps)}" if steps else "no step, because train.completions_logged was 0"
-        raise InputError(f"{path}: found completions of {there}; needed: those of --step {step}")
+        raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
     shown = [row for row in rows if row["step"] == step]
     lines = [f"{run.name}, step {step}", "", f"question: {shown[0]['question']}", f"gold answer: {shown[0]['gold']}"]
     for row in shown:

@@ -99,8 +99,10 @@ def strike(kind: str, rank: int, *place: tuple[object, str, int]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         on([rank], lambda patch: arm(patch, place, strike_here))(patch)
         if kind in ("hang", "stop"):
-            set_limit = lambda beat, seconds: setattr(beat, "limit", seconds)  # noqa: E731
-            limit = property(lambda beat: beat.limit if struck.value else 600, set_limit)
+            limit = property(
+                lambda beat: beat.limit if struck.value else 600,
+                lambda beat, seconds: setattr(beat, "limit", seconds),
+            )
             patch.setattr(Heartbeat, "stall_seconds", limit, raising=False)
 
     return plant

@@ -532,7 +532,7 @@ def test_a_step_is_shown_with_its_question_and_no_completion_controls_the_termin
     first = capsys.readouterr().out
     assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "two" not in first
     assert report.main(["show", str(run), "--step", "9"]) == 2
-    assert "found completions of steps 1 to 4; needed: those of --step 9" in capsys.readouterr().err
+    assert "--step: found 9; needed: a step with completions, 1 to 4" in capsys.readouterr().err
     path.unlink()
     assert report.main(["show", str(run)]) == 2
-    assert "found completions of no step, because train.completions_logged was 0" in capsys.readouterr().err
+    assert "found no completions; needed: a run with train.completions_logged" in capsys.readouterr().err
