@@ -42,7 +42,6 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
     local unfinished=$1.$$
     mkdir -p "$unfinished"
     pip_install --target "$unfinished" "${@:2}" || pip_failed "${*: -1} into $1"
-    compile_python "$unfinished"
     mv "$unfinished" "$1"
 }
 

@@ -19,6 +19,7 @@ set_variables() {
     export TOKENIZERS_PARALLELISM=false   # the tokenizer's threads do not survive a fork, and it prints a warning
     export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
     unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
+    unset PYTHONDONTWRITEBYTECODE         # pip compiles nothing here, so that only what is imported is compiled, once
 }
 
 fail() {
@@ -54,11 +55,6 @@ installed() {  # whether .set-up has all lines of $1 and the interpreter still e
 pip_install() {
     "$VENV/bin/python" -m pip install --no-deps --no-input --no-compile --disable-pip-version-check --progress-bar off "$@" \
         >"$VENV/set-up.log" 2>&1 </dev/null
-}
-
-# On all cores, where pip would use one. Packages have some files that are not Python of this version; these stay as they are.
-compile_python() {  # $1: folder
-    "$VENV/bin/python" -m compileall -q -q -j 0 "$1" >"$VENV/set-up.log" 2>&1 || true
 }
 
 check_disk() {  # $1: GB
@@ -150,7 +146,6 @@ set_up() {
             pip_install -r requirements/smol.txt || pip_failed requirements/smol.txt
         fi
         pip_check
-        compile_python "$VENV/lib"
         printf '%s\n' "$wanted" ${kept:+"$kept"} >"$VENV/.set-up.new"
         mv "$VENV/.set-up.new" "$VENV/.set-up"
     fi
