@@ -40,7 +40,7 @@ MEANS_OVER_UPDATES = ("actor/loss", "actor/policy_loss")  # every other metric o
 
 
 class Update(NamedTuple):
-    """One optimizer step."""
+    """What one optimizer step learns from."""
 
     micro_batches: list[MicroBatch]  # of this rank
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
@@ -194,7 +194,7 @@ class Learner:
         """Let the forward passes of ``micro`` compute a packed sequence of tokens instead of padded rows."""
         micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
         if micro.routes is not None:
-            # 1 where a row's token has a route; a prompt's token stands for several rows.
+            # 1 where a row's token has a route becomes the number of rows for which such a token stands.
             micro.replayed = micro.packing.pack(micro.replayed) * micro.packing.num_rows
             micro.routes = micro.packing.pack(micro.routes)
 
@@ -218,7 +218,7 @@ class Learner:
                 micro.stale_logp = self._logp(micro)
 
     def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs of the policy before its first optimizer step, which the ratios of later updates are relative to.
+        """Log-probs before this rollout's first optimizer step, which the ratios of later updates are relative to.
 
         The first update has no such pass: its own log-probs are those of that policy, so its ratio is 1. Under replay
         r2 all updates have the pass, because it also records their routes.
@@ -345,7 +345,7 @@ class Learner:
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
             raise Tripped(
-                f"step {step + 1}: the gradient norm is {norm}; nothing was updated or saved\n"
+                f"step {step + 1}: the gradient norm is {norm}; nothing of this step is saved\n"
                 "  look at: optim.lr and the checkpoint before; in bf16 also loss.aggregate and the longest completions"
             )
         optim = self.cfg.optim

@@ -4,7 +4,7 @@
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the model with its LoRA adapters switched off.
-Questions, samples and noise depend on (seed, step) alone, and with dynamic sampling on the outcomes before.
+The random numbers of questions, samples and noise depend on (seed, step) alone, with dynamic sampling also on outcomes.
 """
 
 import sys
@@ -33,8 +33,8 @@ def train(run: Run) -> None:
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
-        # (weight_sync.py). Noise is added to its copy only (aqn.py). It is on these ranks, or on others (run/).
+        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A, with noise
+        # in its copy only (weight_sync.py, aqn.py). It is on these ranks, or on others, which sample meanwhile (run/).
         with timer.phase("sync"):
             sampler.push(step)
 
