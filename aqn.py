@@ -81,7 +81,7 @@ def sigma_at(
     step = min(step, total_steps)
     if schedule == "qerl":  # in integers, because a quotient of floats can miss a boundary
         stage, last = step * num_stages // total_steps, num_stages - 2
-    else:
+    else:  # paper
         stage, last = step // max(1, total_steps // num_stages), num_stages - 1
     stage = min(stage, num_stages - 1)
     if stage == 0:

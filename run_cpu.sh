@@ -5,7 +5,7 @@
 #   bash run_cpu.sh [section.key=value ...]       e.g.  bash run_cpu.sh train.seed=2 rollout.group_size=16
 #   bash run_cpu.sh --vllm [section.key=value ...]      with vLLM as the sampler; installs it first
 #
-# Every key is documented in knobs.py and set in configs/tiny_cpu.yaml. Exit code: 0 done, 2 unusable input, 1 otherwise.
+# Every key is documented in knobs.py and set in configs/tiny_cpu.yaml. Exit codes: docs/checks.md.
 # The settings below can be given in the environment too:  NPROC=1 bash run_cpu.sh
 
 set -euo pipefail

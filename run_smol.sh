@@ -5,7 +5,7 @@
 #   bash run_smol.sh [section.key=value ...]                 e.g.  bash run_smol.sh name=smol1 train.seed=1
 #   GSM8K=test.jsonl bash run_smol.sh [section.key=value ...]      also measures both models on the first questions of that file
 #
-# Every key is documented in knobs.py and set in configs/smol.yaml. Exit code: 0 done, 2 unusable input, 1 otherwise.
+# Every key is documented in knobs.py and set in configs/smol.yaml. Exit codes: docs/checks.md.
 # The settings below can be given in the environment too:  NPROC=1 bash run_smol.sh
 
 set -euo pipefail

@@ -41,7 +41,7 @@ from plan.memory import GIB
 from runlog.run_record import lock_file, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
-FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that would end like this again
+FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that another try would not help
 
 
 class Variant(Part):

@@ -33,8 +33,8 @@ def train(run: Run) -> None:
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A, with noise
-        # in its copy only (weight_sync.py, aqn.py). It is on these ranks, or on others, which sample meanwhile (run/).
+        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
+        # (weight_sync.py), with noise (aqn.py). It is on these ranks, or on others, which sample meanwhile (run/).
         with timer.phase("sync"):
             sampler.push(step)
 

@@ -1,7 +1,7 @@
 """The table of architectures: of which modules a layer consists, what they are called, and how ranks split them.
 
-weights/, aqn, export, the plan and the engines derive from `modules` what they need. Another
-model of a known kind is a row of FAMILIES; a module of a new kind is a line of `modules`. Imports no torch.
+weights/, aqn, export and the engines derive from `modules` what they need, and so does the plan, but for what a forward
+pass keeps and launches. Another model of a known kind is a row of FAMILIES. Imports no torch.
 """
 
 import functools

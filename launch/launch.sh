@@ -40,7 +40,7 @@ usage() {
 --plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. --groups proves and times every
 process group in place of the training. Otherwise the doctor checks the machine first, and
 preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
-checkpoint. Exit code: 1 refused or failed, 2 unusable input.
+checkpoint. Exit codes: docs/checks.md; 1 also if this machine or the layout is refused.
 
 From the environment: LAYOUT (the line LAYOUT= of the script names those that fit); MODEL, TRAIN, TEST (paths; otherwise
 those of the configuration); OUT (folder of runs and logs); PYTHON; and what launch/launch.sh says.

@@ -207,10 +207,10 @@ class Tripwires:
     def reference(self, step: int, gap: float | None) -> None:
         """Check the reference pass of the first update of a start or resume that trained a token, after ``step``.
 
-        ``gap``: Learner.reference_gap. Dequantised experts, and merged ones in the memory of vLLM, may lie in memory in
-        another order than those on the other side, and some kernels round otherwise then.
+        ``gap``: Learner.reference_gap. Dequantised experts, and merged ones in the memory of an engine with a model of
+        its own, may lie in memory in another order than those on the other side, and some kernels round otherwise then.
         """
-        other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine == "vllm"
+        other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine != "torch"
         most = KERNEL_GAP if self.cfg.trains_merged and other_order else 0.0
         if gap is not None and not gap <= most:
             self.trip(

@@ -15,11 +15,13 @@ import reference
 import torch
 from torch import Tensor
 
+from facts.architectures import FAMILIES
+
 Named = dict[str, Tensor]
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router")
 RANK, EXPERT_RANK, ALPHA = 4, 8, 12.0
 TEMPERATURE = 0.9
-KINDS = ["qwen3_moe", "qwen2_moe", "olmoe"]
+KINDS = [*FAMILIES]
 ADAPTED = {  # an adapted module of a layer -> the parameters of transformers that it fuses by rows
     "self_attn.qkv_proj": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "self_attn.o_proj": ("self_attn.o_proj.weight",),
