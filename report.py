@@ -27,7 +27,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.root import ROOT
-from inputs.config import command
+from inputs.config import changed_keys, command
 from inputs.files import first_names
 from lab import comparisons, pages, records
 from lab.records import Record
@@ -108,7 +108,7 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 
     On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
-    if a.config_hash != b.config_hash or a.settings != b.settings:
+    if changed_keys(a.config, b.config) or a.settings != b.settings:
         return "", 0
     compared = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
     differ = [file for file in compared if a.files.get(file) != b.files.get(file)]

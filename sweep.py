@@ -32,7 +32,7 @@ from checks.planted_fault import named_faults
 from facts.exits import InputError, Tripped
 from facts.root import ROOT
 from facts.variables import ON_CPU
-from inputs.config import command, config_hash, load_config
+from inputs.config import changed_keys, command, load_config, to_dict
 from inputs.files import MOST_RANKS, one_line, read_file, read_object, read_text, shown, write_atomically
 from knobs import Config
 from lab.records import Part, planted_fault, validated
@@ -77,13 +77,15 @@ class Job(NamedTuple):
 
         (None, "") without a run.
         """
-        identity = {"name": self.cfg.name, "config_hash": config_hash(self.cfg)}
+        wanted = to_dict(self.cfg)
         fault = planted_fault(" ".join(self.arguments))
         newest = None
         for run in sorted(Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*")):
             with contextlib.suppress(InputError, OSError):  # the run was killed before it could write anything
-                its_fault = planted_fault(read_text(run / "command.txt"))
-                if read_object(run / "run.json") != identity or its_fault != fault:
+                resumes = len([*run.glob("resume-*")])
+                last_start = run / f"resume-{resumes}" if resumes else run
+                found, its_fault = read_file(last_start / "config.yaml"), planted_fault(read_text(run / "command.txt"))
+                if found["name"] != self.cfg.name or changed_keys(found, wanted) or its_fault != fault:
                     continue
                 newest = run
                 if (run / "finished.json").exists():

@@ -90,8 +90,8 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 
 
 def load_recorded(path: Path) -> Config:
-    """The configuration that a run of this version has recorded."""
-    return _typed(read_file(path), f"{path}: ")
+    """The configuration that a run has recorded. InputError if it set a key of REMOVED to another value."""
+    return _typed(of_today(read_file(path)), f"{path}: ")
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
@@ -188,7 +188,8 @@ def _sentence(fault: Any) -> str:
     section, *rest = where = fault["loc"][:-1] if or_function else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
-        return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}; needed: leave it out"
+        planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)
+        return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}{planted}; needed: leave it out"
     if key in REPLACED:
         return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
@@ -236,9 +237,9 @@ def _suggestion(name: str, section: str) -> str:
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-PLANTED = "0 (the benchmark plants it: checks/planted_fault.py)"
-
-# Keys that are gone, with the value that they have now. Records of then have them.
+# Keys that are gone, with the value that they have now. Records of then have them. The benchmark plants what those of
+# PLANTED did.
+PLANTED = ("rollout.round_bits", "rollout.route_flips", "rollout.logit_noise")
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1,
     "data.prompt_template": "Question: {question}\nAnswer:", "tiny_model.words_per_batch": 64,
@@ -248,9 +249,9 @@ REMOVED = {
     "checks.gradient_spike_factor": 20.0, "checks.entropy_floor": 1e-4, "checks.reward_constant_steps": 20,
     "checks.non_finite": "stop", "checks.surprise": "off", "checks.rounding": "off",
     "lora.dropout": 0.0, "optim.eps": 1e-8,
-    "rollout.round_group": 32, "rollout.round_bits": PLANTED, "rollout.route_flips": PLANTED,
-    "rollout.logit_noise": PLANTED, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
-    "model.attention_shapes": "auto", "model.quantised": "[experts]", "aqn.router": "noisy", "aqn.bf16": "grid",
+    "rollout.round_group": 32, "rollout.round_bits": 0, "rollout.route_flips": 0.0,
+    "rollout.logit_noise": 0.0, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
+    "model.attention_shapes": "auto", "model.quantised": ["experts"], "aqn.router": "noisy", "aqn.bf16": "grid",
     "rollout.top_p": 1.0, "rollout.top_k": 0, "replay.reference": "replayed", "parallel.expert_tensor": 1,
 }  # fmt: skip
 
@@ -306,12 +307,20 @@ def hash_of(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """A recorded to_dict, of another version perhaps, without the keys of REMOVED that have the value of today."""
+    return {
+        name: {k: v for k, v in value.items() if REMOVED.get(f"{name}.{k}") != v} if isinstance(value, dict) else value
+        for name, value in recorded.items()
+    }
+
+
 def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
     """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` and ``new`` are a to_dict.
 
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
-    before, after = flatten(old), flatten(new)
+    before, after = flatten(of_today(old)), flatten(new)
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from facts.exits import InputError
-from inputs.config import MAY_CHANGE, flatten
+from inputs.config import MAY_CHANGE, flatten, of_today
 from inputs.files import (
     first_names,
     printable,
@@ -95,7 +95,7 @@ class Record(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """What all seeds of a variant share."""
         dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in self.config else set())
-        own = {key: value for key, value in flatten(self.config).items() if key not in dropped}
+        own = {key: value for key, value in flatten(of_today(self.config)).items() if key not in dropped}
         return own | {"ranks": self.environment["world_size"]} | ({"planted fault": self.fault} if self.fault else {})
 
 

@@ -5,6 +5,7 @@ engine. run/check.py has read and checked the input before.
 """
 
 import functools
+import gzip
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,12 @@ class Run:
             return
         self.profiler.stop()
         folder = Path(self.parallel.gather_objects(str(self.log.run_dir))[0]) / "profile"
+        plain = folder / f"step-{step + 1}-rank-{self.parallel.rank}.json"
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(folder / f"step-{step + 1}-rank-{self.parallel.rank}.json.gz"))
+            self.profiler.export_chrome_trace(str(plain))  # torch_npu takes no other ending, torch also .json.gz
+            plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
         self.profiler = None
 
     def save(self, after_steps: int) -> None:

@@ -118,8 +118,7 @@ class RunLog:
             start.mkdir(exist_ok=start == run_dir)
             write_records(start, self.cfg, world_size, beat)
             identity = read_object(run_dir / "run.json") if resume else {"name": self.cfg.name}
-            # The hash is that of the last start: a sweep looks for its own configuration.
-            identity["config_hash"] = config_hash(self.cfg)
+            identity["config_hash"] = config_hash(self.cfg)  # of the last start
             write_atomically(run_dir / "run.json", json.dumps(identity) + "\n")
 
     def open_trackers(self, steps_done: int) -> None:

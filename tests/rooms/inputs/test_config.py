@@ -309,6 +309,12 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     new = load_config(TINY, ["train.trackers=[wandb]", "train.profile_steps=[2]"])
     assert config.changes_at_resume(older, config.to_dict(new)) == ([], [])
     assert config.hash_of(older) == config.config_hash(new)
+    older["optim"] |= {"min_lr_ratio": 0.1}
+    older["rollout"] |= {"round_bits": 0}
+    assert config.changed_keys(older, config.to_dict(cfg)) == []
+    older["train"], older["checks"] = config.to_dict(cfg)["train"], {}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert config.load_recorded(tmp_path / "config.yaml") == cfg
     older["tiny_model"] |= {"words_per_batch": 32}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     with pytest.raises(InputError, match="tiny_model.words_per_batch: not a key since version 0.2.0"):

@@ -28,6 +28,7 @@ from scipy import stats
 import preflight
 import sweep
 from facts.exits import InputError
+from inputs.config import config_hash, to_dict
 from inputs.files import write_atomically
 from lab import comparisons, curves, records
 from lab.comparisons import Effect, Entry, Family, Plan
@@ -350,7 +351,7 @@ def test_the_sweeps_of_the_repository_load_and_their_jobs_have_names_of_their_ow
     seen: dict[str, str] = {}
     for path in recorded.ROOT.glob("configs/sweeps/*.yaml"):
         read, jobs = sweep.read_sweep(path, [])
-        hashes = {job.name: sweep.config_hash(job.cfg) for job in jobs}
+        hashes = {job.name: config_hash(job.cfg) for job in jobs}
         assert all(seen.setdefault(name, found) == found for name, found in hashes.items()), path
         kinds = {(hashes[job.name], sweep.planted_fault(" ".join(job.arguments))) for job in jobs}
         assert len(kinds) == len(jobs) == len(read.seeds) * len(read.variants), f"{path}: two jobs are the same"
@@ -376,8 +377,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             if code == 0:
                 folder = tmp_path / "out" / f"{job.name}-20300102-{len(started):06d}"
                 folder.mkdir(parents=True)
-                identity = {"name": job.cfg.name, "config_hash": sweep.config_hash(job.cfg)}
-                (folder / "run.json").write_text(json.dumps(identity))
+                older = to_dict(job.cfg)  # as if by a version that had another key
+                older["optim"]["eps"] = 1e-8
+                (folder / "config.yaml").write_text(json.dumps(older))
                 (folder / "command.txt").write_text("torchrun train_grpo.py")
                 write_atomically(folder / "finished.json", '{"result": "done"}')
             return SimpleNamespace(poll=lambda: code, wait=lambda: code, terminate=lambda: None)
