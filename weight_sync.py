@@ -132,6 +132,24 @@ class Push:
         merge = not self.cfg.keeps_factors_apart
         return huggingface.export(model, arch, parallel, only=only, merge=merge, experts=experts)
 
+    def check_start(self, probe: list[int]) -> None:
+        """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
+
+        This finds a shard in the wrong place, order or layout, and a captured graph that reads old memory.
+        """
+        if not self.cfg.checks.stops("logp_gap"):
+            return
+        bound = self.cfg.largest_gap
+        for push in ("the first push", "a second push of the same policy"):
+            gap = self.probe.gap(probe)
+            if not gap <= bound:
+                raise Tripped(
+                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
+                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
+                    "pushed) or rollout.enforce_eager=true agrees"
+                )
+            self.clean()
+
     def clean(self) -> None:
         """Push the policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self._push_policy()

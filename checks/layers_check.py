@@ -182,6 +182,8 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     engine = factory.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
     push = Push(cfg, policy, engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
+    if cfg.rollout.expert_parallel:
+        push.check_start(probe)
     modules = list(adapted_modules(arch, cfg.lora))
     pairs = enlarged(modules, arch, cfg.lora.alpha)
     policy.load_(probes.whole_factors(pairs, modules, cfg.lora.alpha))

@@ -64,6 +64,8 @@ class Sampler:
         if not self.push_policy.shared_bytes:
             policy.model.to(device)
         heartbeat.beat("the first push of the whole model")
+        if cfg.rollout.expert_parallel:
+            self.push_policy.check_start(self.probe)
 
     def push(self, step: int) -> None:
         """Give the engine the policy of rollout.staleness steps before ``step``, with the noise of ``step``."""

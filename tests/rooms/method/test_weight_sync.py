@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,6 +19,7 @@ import torch
 import training
 import world
 from lora_reference import TARGETS
+from planted import engine_with, nothing
 from tiers import ci
 from torch import Tensor
 
@@ -30,7 +32,7 @@ from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
 from facts.architectures import Architecture
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from inputs import hf_config, rules
 from knobs import Config
 from parallel_setup import Parallel
@@ -445,19 +447,35 @@ PLACES = [  # a part of the placement, and what it is instead
     ("layer 2 experts", lambda ids: ids[::-1]),  # in another order
     ("layer 1 experts", lambda _: [0]),  # one more layer
 ]
+STARTS = {  # from this push on the engine has another matrix
+    "": nothing,
+    "the first push": engine_with("0.self_attn.o_proj", lambda *found: found[-1].flip(1)),
+    "a second push of the same policy": engine_with(
+        "0.self_attn.o_proj", lambda engine, _, tensor: tensor.flip(1) if engine.ready else tensor
+    ),
+}
 
 
 def refusals(parallel: Parallel, path: Path) -> None:
-    """On every rank, the sound placement is accepted and each fault is refused."""
-    _, arch = adapted.load(path, parallel)
+    """On every rank, the sound start is accepted and each fault is refused."""
+    cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
+    policy = Policy(cfg, arch, parallel, model)
     sound = Keeper(parallel).placement()
     vllm_colocated.check_placement(sound, arch, parallel)
     for key, change in PLACES:
         with pytest.raises(InputError, match=f"rank {parallel.rank}: vLLM's {key}: "):
             vllm_colocated.check_placement(sound | {key: change(sound.get(key))}, arch, parallel)
+    for when, plant in STARTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+            push = Push(cfg, policy, engine)
+            differ = f"after {when} sampler and trainer differ by"
+            with pytest.raises(Tripped, match=differ) if when else contextlib.nullcontext():
+                push.check_start(PROBE)
 
 
-def test_a_run_starts_only_in_the_trainers_place(path: Path) -> None:
+def test_a_run_starts_only_in_the_trainers_place_and_while_sampler_and_trainer_agree(path: Path) -> None:
     world.in_layouts([LAYOUT], refusals, path)
 
 
