@@ -25,10 +25,10 @@ def max_sequences(
 
     vLLM's cache must hold them at their full length, because vLLM would drop a row for which it has no room, and later
     compute it again. The samples of a prompt share its keys and values. The embedded sampler makes a cache for each
-    wave, however many rows it has. ``prompt_tokens``: of the longest prompt.
+    wave, which has all samples of a prompt. ``prompt_tokens``: of the longest prompt.
     """
     if not rollout.kind.reserves:
-        return MOST_SEQUENCES
+        return max(MOST_SEQUENCES, rollout.group_size, evaluation.samples)
     tokens = prompt_tokens / rollout.group_size + rollout.max_new_tokens
     row = tokens * cache_bytes_per_token(arch, rollout.tensor, ELEMENT_BYTES[dtype])
     asked = max(rows_of_a_step(rollout, ranks), evaluation.batch_size * max(1, evaluation.samples))

@@ -304,6 +304,15 @@ def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, 
     assert given["max_sequences"] == at_once
 
 
+@pytest.mark.parametrize(("group", "rows"), [(8, 512), (2048, 2048)])  # 64 prompts x 8; one prompt
+def test_a_wave_of_the_embedded_sampler_has_all_samples_of_a_prompt(group, rows):
+    prompts = 1024 // min(group, 512)
+    changes = [f"rollout.group_size={group}", f"rollout.prompts_per_step={prompts}", "optim.prompts_per_update=1"]
+    cfg, arch = load_config("configs/tiny_cpu.yaml", changes), real("qwen3")
+    planned = memory.step_memory(cfg, arch, grid.of(cfg.parallel, cfg.rollout, 1), "cpu", 2**40)
+    assert (planned.wanted_rows, planned.cached_rows) == (prompts * group, rows)
+
+
 @pytest.mark.parametrize(("prompts", "tokens"), [(96, 48), (192, 96), (768, 128)])  # of 4 replicas: 4 ranks split them
 def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, tokens, monkeypatch):
     cfg = load_config("configs/qwen3.yaml", [f"rollout.prompts_per_step={prompts}", "rollout.kv_cache_mib=40000"])
