@@ -219,7 +219,7 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
     means = 100 * measured.groupby(["variant", "step"])["eval/sampled_accuracy"].mean()
     lengths = means.reset_index().groupby("variant")["step"].max()
     panels = sorted(set(lengths), reverse=True)
-    figure = matplotlib.figure.Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(5 * max(1, len(panels)), 4), layout="constrained")
     for place, length in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), place + 1)
         names = [name for name in plan.curves if lengths.get(name) == length]

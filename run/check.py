@@ -296,7 +296,7 @@ def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
         "config.json of model.path": repr(inputs.arch),
         "the training questions as prompts": inputs.questions.as_read(),
         **{
-            f"the questions of {name or 'data.test_path'} as prompts": q.as_read()
+            f"the held-out questions{name and f' of {name}'} as prompts": q.as_read()
             for name, q in inputs.held_out.items()
         },
     }

@@ -200,7 +200,8 @@ def open_run(
     cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge | None = None
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
-    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
+    with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
+        parallel_setup.refuse_unequal(read := texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks
