@@ -77,7 +77,6 @@ class Job(NamedTuple):
 
         (None, "") without a run.
         """
-        wanted = to_dict(self.cfg)
         fault = planted_fault(" ".join(self.arguments))
         newest = None
         for run in sorted(Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*")):
@@ -85,7 +84,7 @@ class Job(NamedTuple):
                 resumes = len([*run.glob("resume-*")])
                 last_start = run / f"resume-{resumes}" if resumes else run
                 found, its_fault = read_file(last_start / "config.yaml"), planted_fault(read_text(run / "command.txt"))
-                if found["name"] != self.cfg.name or changed_keys(found, wanted) or its_fault != fault:
+                if found["name"] != self.cfg.name or changed_keys(found, to_dict(self.cfg)) or its_fault != fault:
                     continue
                 newest = run
                 if (run / "finished.json").exists():

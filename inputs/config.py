@@ -320,7 +320,7 @@ def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
 
     A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
     """
-    before, after = flatten(of_today(old)), flatten(new)
+    before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     for key in defaults.keys() & (after.keys() - before.keys()):

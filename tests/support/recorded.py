@@ -11,6 +11,7 @@ import numpy as np
 from source import ROOT
 
 from inputs.config import config_hash, load_config, to_yaml
+from knobs import Config
 from lab import records
 from runlog import run_record
 
@@ -70,7 +71,7 @@ def make_run(
         ]
     texts = {f"{name}.jsonl": "".join(map(run_record.json_line, rows)) for name, rows in lines.items()}
     texts |= {
-        "config.yaml": to_yaml(cfg),
+        "config.yaml": to_yaml(cfg) if seed % 2 else by_an_older_version(cfg),
         "command.txt": f"torchrun --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml {' '.join(given)}\n",
         "git.patch": "",
         "environment.json": json.dumps(ENVIRONMENT, indent=1) + "\n",
@@ -82,6 +83,11 @@ def make_run(
         (folder / file).write_text(text)
     seal(folder)
     return folder
+
+
+def by_an_older_version(cfg: Config) -> str:
+    """config.yaml as a version wrote it that had one key more, which always had the value of today."""
+    return to_yaml(cfg).replace("optim:\n", "optim:\n  eps: 1.0e-08\n")
 
 
 def seal(folder: Path) -> None:

@@ -28,7 +28,7 @@ from scipy import stats
 import preflight
 import sweep
 from facts.exits import InputError
-from inputs.config import config_hash, to_dict
+from inputs.config import config_hash
 from inputs.files import write_atomically
 from lab import comparisons, curves, records
 from lab.comparisons import Effect, Entry, Family, Plan
@@ -377,9 +377,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             if code == 0:
                 folder = tmp_path / "out" / f"{job.name}-20300102-{len(started):06d}"
                 folder.mkdir(parents=True)
-                older = to_dict(job.cfg)  # as if by a version that had another key
-                older["optim"]["eps"] = 1e-8
-                (folder / "config.yaml").write_text(json.dumps(older))
+                (folder / "config.yaml").write_text(recorded.by_an_older_version(job.cfg))
                 (folder / "command.txt").write_text("torchrun train_grpo.py")
                 write_atomically(folder / "finished.json", '{"result": "done"}')
             return SimpleNamespace(poll=lambda: code, wait=lambda: code, terminate=lambda: None)

@@ -124,8 +124,6 @@ def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(r
     assert (results / "sweep.parquet").read_bytes() == content
     with pytest.raises(InputError, match="--id: found ''; needed: a name for 2 runs"):
         records.add([good, first], results)
-    replaced(good / "config.yaml", "optim:\n", "optim:\n  eps: 1.0e-08\n")  # as an older version wrote it
-    records.add([good], results)
 
 
 def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, results: Path) -> None:
