@@ -539,7 +539,7 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
         (
             QWEN15_MOE,
             16,
-            ["parallel.expert=4"],
+            ["parallel.expert=1"],
             "rollout.expert_parallel: 60 experts cannot be divided evenly among all 16 ranks; nearest: 12, 20 ranks",
         ),
         (

@@ -647,14 +647,14 @@ def test_the_share_of_the_update_is_that_of_a_simulation(updates: int, rate: flo
     assert update_kept.kept_of(size) == pytest.approx(expected, rel=0.06, abs=2e-3)
 
 
-@pytest.mark.parametrize(("target", "columns"), [("linear_qkv", 512), ("linear_fc2", 128)])
-def test_the_shares_of_a_run_are_those_of_the_matrices_that_it_trains(target: str, columns: int) -> None:
+@pytest.mark.parametrize(("target", "columns", "rank"), [("linear_qkv", 512, 32), ("linear_fc2", 128, 8)])
+def test_the_shares_of_a_run_are_those_of_the_matrices_that_it_trains(target: str, columns: int, rank: int) -> None:
     """The update is larger in a matrix that reads fewer inputs, and so is what is kept of it."""
     optim = OptimConfig(lr=1e-5, warmup_steps=5, prompts_per_update=24)
     arch = tiny("qwen3_moe", hidden_size=512, head_dim=64, moe_intermediate_size=128)
-    lora = LoraConfig(targets=(target,), rank=32, alpha=64.0)
+    lora = LoraConfig(targets=(target,), rank=32, expert_rank=8, alpha=64.0)
     found = update_kept.shares(optim, lora, arch, 96, 10)
     assert found.keys() == {"the first update", "step 5"}
     rates = [1e-5 * (step + 1) / 5 for step in range(5) for _ in range(4)]
     for at, signal in enumerate((0.0, update_kept.SIGNAL)):
-        assert found["step 5"][at] == pytest.approx(simulated(rates, signal, 64, 32, 512, columns), rel=0.06)
+        assert found["step 5"][at] == pytest.approx(simulated(rates, signal, 64, rank, 512, columns), rel=0.06)
