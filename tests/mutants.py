@@ -190,8 +190,8 @@ def take_notes(matrix: Matrix, faults: list[Fault], lines: list[list]) -> None:
         for fault, row in matrix.rows.items():
             if fault in executed:
                 row.setdefault(test, "-")
-            else:
-                row.pop(test, None)
+            elif row.get(test) == "-":  # a result stays: a cached call is noted for the first test of a process alone
+                del row[test]
     matrix.left_out -= notes["tier"].keys()
     matrix.leave_out(notes["fails"])
 

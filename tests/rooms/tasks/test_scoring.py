@@ -604,23 +604,22 @@ def test_the_loss_of_the_example_is_sapo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "named"),
+    ("key", "name", "said"),
     [
-        ([f"loss.advantage={OWN}:advantages", f"loss.kind={OWN}:loss", f"reward.function={OWN}:reward"], ""),
-        ([f"loss.advantage={OWN}:by_place"], f"loss.advantage: {OWN}:by_place depends on the order of its rows"),
-        ([f"loss.advantage={OWN}:by_column"], f"loss.advantage: {OWN}:by_column depends on the order of its rows"),
-        ([f"loss.kind={OWN}:by_row"], f"loss.kind: {OWN}:by_row depends on the order of its rows"),
-        ([f"reward.function={OWN}:by_chance"], f"reward.function: {OWN}:by_chance scores an answer differently"),
+        ("reward.function", "reward", ""),
+        ("loss.advantage", "by_place", "depends on the order of its rows"),
+        ("loss.advantage", "by_column", "depends on the order of its rows"),
+        ("loss.kind", "by_row", "depends on the order of its rows"),
+        ("reward.function", "by_chance", "scores an answer differently"),
     ],
 )
-def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(
-    overrides: list[str], named: str
-) -> None:
-    cfg = load_config("configs/tiny_cpu.yaml", overrides)
+def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(key: str, name: str, said: str) -> None:
+    names = {"loss.advantage": "advantages", "loss.kind": "loss", "reward.function": "reward", key: name}
+    cfg = load_config("configs/tiny_cpu.yaml", [f"{which}={OWN}:{function}" for which, function in names.items()])
     scorer = Scorer(cfg.reward)
     try:
-        if named:
-            assert refused(check.check_functions, cfg, scorer).startswith(named)
+        if said:
+            assert refused(check.check_functions, cfg, scorer).startswith(f"{key}: {OWN}:{name} {said}")
         else:
             check.check_functions(cfg, scorer)
     finally:
