@@ -84,7 +84,7 @@ class Job(NamedTuple):
                 resumes = len([*run.glob("resume-*")])
                 last_start = run / f"resume-{resumes}" if resumes else run
                 found, its_fault = read_file(last_start / "config.yaml"), planted_fault(read_text(run / "command.txt"))
-                if found["name"] != self.cfg.name or changed_keys(found, to_dict(self.cfg)) or its_fault != fault:
+                if found.get("name") != self.cfg.name or changed_keys(found, to_dict(self.cfg)) or its_fault != fault:
                     continue
                 newest = run
                 if (run / "finished.json").exists():

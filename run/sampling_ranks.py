@@ -184,7 +184,8 @@ def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs:
     """The ranks that only sample, with the policy that samples first. Collective over them."""
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
-    parallel_setup.refuse_unequal(read := texts(cfg, inputs))
+    with heartbeat.waiting():  # as in open_run
+        parallel_setup.refuse_unequal(read := texts(cfg, inputs))
     policy = Policy.load(bridge.side.cfg, inputs.arch, parallel)
     heartbeat.beat("loading the base weights")
     first_step = bridge.agreed_start(read)
