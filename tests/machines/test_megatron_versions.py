@@ -75,7 +75,7 @@ def newest(new_megatron: Path, tmp_path_factory) -> dict:
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

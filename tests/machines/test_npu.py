@@ -78,7 +78,7 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = {}
@@ -278,7 +278,7 @@ def schema(torch_npu_environment: dict[str, str]) -> dict:
         cwd=run_scripts.ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]) | {"layouts": list(layouts)}

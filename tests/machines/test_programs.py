@@ -83,7 +83,7 @@ class Hour:
         calls = self.folder / "calls"
         calls.unlink(missing_ok=True)
         known = os.environ | {"PYTHON": str(self.folder / "stub")} | variables
-        done = subprocess.run(self.command(*arguments), env=known, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(self.command(*arguments), env=known, capture_output=True, text=True, timeout=1200)
         ran = [line.split()[0] for line in calls.read_text().splitlines()] if calls.exists() else []
         return done.returncode, ran, done.stdout + done.stderr
 

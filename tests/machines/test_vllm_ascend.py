@@ -103,7 +103,7 @@ def child(python: str, tmp_path_factory) -> Callable[[str, Path], None]:
 
     def run(what: str, folder: Path) -> None:
         command = [python, str(ROOT / "tests" / "support" / "vllm_ascend_engine.py"), what, str(folder)]
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
     return run

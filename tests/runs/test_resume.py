@@ -405,7 +405,7 @@ def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_ran
     time.sleep(0.2)
     busy.send_signal(number)
     try:
-        _, error = busy.communicate(timeout=20)
+        _, error = busy.communicate(timeout=60)
     finally:
         busy.kill()
     assert busy.returncode == 128 + number and error == line

@@ -30,7 +30,7 @@ def start(script: str, *arguments: str, **environment: str) -> subprocess.Comple
     known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"}
     known |= dict(setting.split("=") for setting in settings) | environment
     command = ["bash", str(ROOT / name), *arguments]
-    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=300)
 
 
 def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:

@@ -462,7 +462,7 @@ PLANTED = {  # fault: a test that must fail
 def self_test(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "preflight.py", "--self-test", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.mark.ci

@@ -98,7 +98,7 @@ def dry_runs(asked: list[dict], kind: str = "npu", torch_npu: dict[str, str] | N
         input="\n".join(map(json.dumps, asked)),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -281,7 +281,7 @@ def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Plac
 def test_the_process_ends_with_that_line_and_code(expected, changes, run, place: Place) -> None:
     typed_line = [sys.executable, "train_grpo.py", *command(place, changes, run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(typed_line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(typed_line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 2
     assert_one_line(done.stderr, expected)
 

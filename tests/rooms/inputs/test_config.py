@@ -242,7 +242,7 @@ def test_the_command_prints_the_resolved_configuration_and_its_notes():
         "loss.kl=none",
         "checks.off=[entropy]",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == "note: loss.kl_coef: not read, loss.kl is none\n"
     assert yaml.safe_load(done.stdout)["loss"]["kl"] == "none"
     assert "  'off': [entropy]\n" in done.stdout  # to YAML 1.1 the bare word is a boolean

@@ -518,7 +518,7 @@ def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> 
         sweeping.wait()
         (run,) = tmp_path.glob("out/a-seed0-*")
         assert not (run / "finished.json").exists()
-        subprocess.run(command, cwd=recorded.ROOT, check=True, timeout=300, stdout=log, stderr=log)
+        subprocess.run(command, cwd=recorded.ROOT, check=True, timeout=1200, stdout=log, stderr=log)
     assert [*tmp_path.glob("out/a-seed0-*")] == [run] and (run / "resume-1").is_dir()
     assert jobs_of(tmp_path)["a-seed0"]["state"] == "finished"
     assert sorted(path.name for path in (tmp_path / "out" / "sweep-trial").iterdir()) == [
