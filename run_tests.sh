@@ -13,7 +13,7 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; used to make the environment
-VENV=${VENV:-.venv}                        # folder of the environment, 2.9 GB
+VENV=${VENV:-.venv}                        # folder of the environment, 2.4 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
 NEW_MEGATRON_DIR=${NEW_MEGATRON_DIR:-.cache/megatron-core-0.19.2} # newest Megatron, for the parity tests, 21 MB
 TRACKERS_DIR=${TRACKERS_DIR:-.cache/trackers} # the packages of train.trackers, 160 MB
