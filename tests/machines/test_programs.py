@@ -192,7 +192,7 @@ def test_a_script_that_is_interrupted_or_killed_ends_its_stage_and_can_be_starte
     with started("env", f"PYTHON={hour.folder}/stub", *hour.command(), log=hour.folder / "log") as first:
         first.until((hour.folder / "child").exists)
         first.process.send_signal(sent)
-        assert first.process.wait(20) == code, first.text
+        assert first.process.wait(300) == code, first.text
         assert ended((hour.folder / "child").read_text().strip())
     (hour.folder / "plan").unlink()
     assert hour.start(OMP_NUM_THREADS="1")[:2] == (0, NAMES[1:-1])
@@ -260,7 +260,7 @@ def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> Non
         first.process.kill()
         first.process.wait()
         with started(*command, log=tmp_path / "second") as second:
-            assert second.wait(500) == 0, second.text
+            assert second.wait() == 0, second.text
         assert not first.living()
     assert all("kept from an earlier start" in stage(name) for name in NAMES[:4]), second.text
     assert all(stage(name).startswith("    pass, ") for name in NAMES[4:7]), second.text
@@ -298,7 +298,6 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_loss_of_its_se
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]
 LIMIT = 12  # tokens of an answer
-READY_SECONDS = 240
 
 
 def listens(url: str) -> bool:
@@ -347,15 +346,15 @@ def test_a_served_export_answers_as_the_trained_policy(
     command += ["--dtype=float32", "--served-model-name=policy", "--max-model-len=128", "--enforce-eager"]
     answers = []
     with launched.started(*command, log=tmp_path / "log") as server:
-        server.until(lambda: listens(url), READY_SECONDS)
+        server.until(lambda: listens(url))
         for question in QUESTIONS:
             body = {"model": "policy", "messages": [{"role": "user", "content": question}], "return_token_ids": True}
             answers.append(
                 adapter_check.ask(f"{url}/v1/chat/completions", body | {"temperature": 0, "max_tokens": LIMIT})
             )
         server.process.terminate()  # by its process id
-        server.wait(60)
-        ended_by = time.monotonic() + 30  # the engine's process ends after the server's
+        server.wait()
+        ended_by = time.monotonic() + 300  # the engine's process ends after the server's
         while server.living() and time.monotonic() < ended_by:
             time.sleep(0.1)
         assert not server.living(), server.text

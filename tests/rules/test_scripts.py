@@ -216,7 +216,7 @@ def test_changed_pins_or_a_vanished_interpreter_make_the_environment_anew(checko
 def test_environment_of_an_install_that_was_killed_is_made_anew(checkout: Checkout) -> None:
     (checkout.root / "calls").touch()
     with checkout.start("run_cpu.sh", STUB_PIP_SECONDS="4") as killed:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and not checkout.calls("pip install"):
             time.sleep(0.02)
         killed.kill()

@@ -362,7 +362,7 @@ def test_a_step_is_learned_while_the_next_one_is_sampled(model, tmp_path) -> Non
 
     def meet(here: str, there: str) -> None:
         (tmp_path / here).touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / there).exists():
             assert time.monotonic() < deadline, f"{here} has begun, {there} has not"
             time.sleep(0.01)

@@ -51,7 +51,7 @@ class Launch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.known |= set(process.children(recursive=True))
 
-    def until(self, happened: Callable[[], bool], seconds: float = 240) -> None:
+    def until(self, happened: Callable[[], bool], seconds: float = 1200) -> None:
         """Wait until ``happened()``. AssertionError with the output if the launch ends first, or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not happened():
@@ -61,7 +61,7 @@ class Launch:
             time.sleep(0.01)
         self.look()
 
-    def wait(self, seconds: float = 300) -> int:
+    def wait(self, seconds: float = 1200) -> int:
         """The exit code of the command, for which this waits."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:

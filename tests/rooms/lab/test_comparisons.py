@@ -489,7 +489,7 @@ def test_a_job_gets_the_environment_of_the_run_script_of_its_device(tmp_path: Pa
     ):
         job, log = sweep.Job(device, SimpleNamespace(device=device), ["train_grpo.py"], 1), tmp_path / f"{device}.log"
         with open(tmp_path / "lock", "ab") as lock:
-            assert sweep.start_training(job, log, lock.fileno()).wait(30) == 0
+            assert sweep.start_training(job, log, lock.fileno()).wait(300) == 0
         lines = log.read_text().splitlines()
         assert needed | {"HF_HUB_OFFLINE=1"} <= {*lines}, device
         assert not [line for line in lines if line.startswith(absent)], device

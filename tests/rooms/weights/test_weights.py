@@ -507,7 +507,7 @@ def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings
     few += ["rollout.max_new_tokens=8", "eval.num_questions=2", f"reward.function={reward}:score"]
     few += [f"model.path={folder}", f"train.out_dir={tmp_path}"]
     with launch(ranks, "train_grpo.py", "configs/smol.yaml", *few, *settings, log=tmp_path / "log") as started:
-        assert started.wait(900) == 0, started.text[-3000:]
+        assert started.wait() == 0, started.text[-3000:]
     (run,) = (path.parent for path in tmp_path.glob("*/finished.json"))
     steps = training.metrics(run)
     assert len(steps) == 3 and all(step["rollout/logp_gap_mean"] <= gap for step in steps)
