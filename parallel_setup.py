@@ -157,16 +157,21 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def refuse_unequal(texts: dict[str, str]) -> None:
-    """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks. Collective."""
+def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
+    """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks. Collective.
+
+    Returns the sha256 (hex) of each.
+    """
+    own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     digests: list = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()])
-    for name, by_rank in zip(texts, zip(*digests, strict=True), strict=True):
+    dist.all_gather_object(digests, [*own.values()])
+    for name, by_rank in zip(own, zip(*digests, strict=True), strict=True):
         if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
             raise InputError(
                 f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files and "
                 "packages on every node"
             )
+    return own
 
 
 # ------------------------------------------------------------------------------------------------ the layout

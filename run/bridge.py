@@ -112,10 +112,10 @@ class Bridge:
 
     # -------------------------------------------------------------------------------- the start, and the policy
 
-    def agreed_start(self, texts: dict[str, str]) -> int:
-        """The first step, which the trainers know. InputError if the samplers have read other ``texts``."""
+    def agreed_start(self, read: dict[str, str]) -> int:
+        """The first step, which the trainers know. InputError for another checksum of what the samplers ``read``."""
         first_step, theirs = self.receive_for_all("the start of the other side")
-        if other := [name for name, text in texts.items() if theirs.get(name) != text]:
+        if other := [name for name, checksum in read.items() if theirs.get(name) != checksum]:
             raise InputError(
                 f"{other[0]}: the samplers did not read what the trainers read; needed: the same files and packages on "
                 "every node"

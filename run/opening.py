@@ -201,7 +201,7 @@ def open_run(
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
     with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
-        parallel_setup.refuse_unequal(read := texts(cfg, inputs))
+        read = parallel_setup.refuse_unequal(texts(cfg, inputs))
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks

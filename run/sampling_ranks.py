@@ -54,10 +54,10 @@ class Apart:
     sent: int = -1  # the version of the policy that was sent last
     seconds: dict[str, float] = field(default_factory=dict)  # of the samplers' phases for the last rollout
 
-    def start(self, first_step: int, texts: dict[str, str]) -> None:
-        """Agree on the input and on the step, and send the policy that samples first."""
+    def start(self, first_step: int, read: dict[str, str]) -> None:
+        """Agree on the input (``read``: its checksums) and on the step, and send the policy that samples first."""
         if self.parallel.rank == 0:
-            self.bridge.send((first_step, texts), "the start of the other side")
+            self.bridge.send((first_step, read), "the start of the other side")
         with self.learner.sampling_policy():
             self.bridge.send_policy(self.learner.policy, max(0, first_step - 1))
 
@@ -185,7 +185,7 @@ def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs:
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
     with heartbeat.waiting():  # as in open_run
-        parallel_setup.refuse_unequal(read := texts(cfg, inputs))
+        read = parallel_setup.refuse_unequal(texts(cfg, inputs))
     policy = Policy.load(bridge.side.cfg, inputs.arch, parallel)
     heartbeat.beat("loading the base weights")
     first_step = bridge.agreed_start(read)
