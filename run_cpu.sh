@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the envir
 NPROC=${NPROC:-2}                          # processes; one core each is best
 CONFIG=${CONFIG:-configs/tiny_cpu.yaml}    # relative to the repository's folder
 RESTARTS=${RESTARTS:-0}                    # how often lost processes are started again; they resume from the last checkpoint
-VENV=${VENV:-.venv}                        # the environment's folder, 1.6 GB; 2.2 GB with vLLM
+VENV=${VENV:-.venv}                        # the environment's folder, 1.3 GB; 1.9 GB with vLLM
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
 # ---------------------------------------------------------------------------------------------------------------------
 

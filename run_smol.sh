@@ -14,7 +14,7 @@ set -euo pipefail
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
 NPROC=${NPROC:-2}                          # processes; one core each is best
 MODEL=${MODEL:-models/smollm2_moe}         # the model's folder, 0.9 GB; relative to the repository's folder
-VENV=${VENV:-.venv}                        # the environment's folder, 1.7 GB
+VENV=${VENV:-.venv}                        # the environment's folder, 1.4 GB
 GSM8K=${GSM8K:-}                           # a .jsonl or .parquet file of GSM8K; empty: only the questions of the training's kind
 GSM8K_QUESTIONS=${GSM8K_QUESTIONS:-64}     # the first ones of the file, with greedy answers of at most 128 tokens
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror

@@ -11,7 +11,7 @@
 # installed completely; the sum covers the pins, the Python version and the kind of machine. The file is empty while pip
 # works, so an interrupted installation starts again. A second run finds its lines and does not call pip.
 
-NEEDED_GB=2.5        # 1.6 GB installed, and temporary files of pip
+NEEDED_GB=2.5        # 1.3 GB installed, and temporary files of pip
 NEEDED_VLLM_GB=1.2   # 0.6 GB more, and temporary files of pip
 
 set_variables() {
@@ -77,7 +77,7 @@ install_first() {  # $1: list with torch, $2: version, $3: interpreter
     check_disk "$NEEDED_GB"
     "$3" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$2-venv (Debian, Ubuntu)"
-    echo "making $VENV: Python $2 and requirements/$1.txt, 1.6 GB on disk; about a minute, once"
+    echo "making $VENV: Python $2 and requirements/$1.txt, 1.3 GB on disk; about a minute, once"
     "$3" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$3 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
     # The build of torch without CUDA has the version "+cpu", which PyPI does not have. The pip configuration of the machine is
