@@ -126,10 +126,15 @@ def _private(text: str) -> str:
 
 
 def cpu_name() -> str:
-    """The name of the CPU in /proc/cpuinfo, or else that of the platform."""
+    """The name of the CPU in /proc/cpuinfo and its vector instructions, or else the name of the platform.
+
+    Virtual machines of one name have different instructions, which round otherwise.
+    """
     cpuinfo = Path("/proc/cpuinfo")
-    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
-    return models[0] if models else platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    models = re.findall(r"^model name\s*:\s*(.+)$", text, re.M)
+    instructions = sorted({*re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", text)})
+    return " ".join([*models[:1], *instructions]) or platform.processor() or platform.machine()
 
 
 def environment(world_size: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import saved
+import torch
 from pytest import MonkeyPatch
 from recorded import commit, git
 from saved import config_in
@@ -273,6 +274,11 @@ def test_of_two_versions_the_one_that_is_imported_is_recorded(tmp_path: Path, mo
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: some_package\nVersion: {version}\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "0.12.1"), str(tmp_path / "0.16.1")])
     assert run_record.environment(world_size=1)["packages"] == {"some-package": "0.12.1"}
+
+
+def test_the_name_of_the_cpu_has_the_instructions_that_torch_finds() -> None:
+    found = {"AVX2": "avx2", "AVX512": "avx512f"}.get(torch.backends.cpu.get_cpu_capability(), "")
+    assert found in run_record.cpu_name() and len(run_record.cpu_name()) > len(found)
 
 
 def test_inputs_are_the_checksums_of_model_and_data(tmp_path: Path) -> None:
