@@ -192,7 +192,7 @@ def test_a_script_that_is_interrupted_or_killed_ends_its_stage_and_can_be_starte
     with started("env", f"PYTHON={hour.folder}/stub", *hour.command(), log=hour.folder / "log") as first:
         first.until((hour.folder / "child").exists)
         first.process.send_signal(sent)
-        assert first.process.wait(300) == code, first.text
+        assert first.process.wait(20) == code, first.text
         assert ended((hour.folder / "child").read_text().strip())
     (hour.folder / "plan").unlink()
     assert hour.start(OMP_NUM_THREADS="1")[:2] == (0, NAMES[1:-1])
@@ -353,8 +353,8 @@ def test_a_served_export_answers_as_the_trained_policy(
                 adapter_check.ask(f"{url}/v1/chat/completions", body | {"temperature": 0, "max_tokens": LIMIT})
             )
         server.process.terminate()  # by its process id
-        server.wait()
-        ended_by = time.monotonic() + 300  # the engine's process ends after the server's
+        server.wait(60)
+        ended_by = time.monotonic() + 30  # the engine's process ends after the server's
         while server.living() and time.monotonic() < ended_by:
             time.sleep(0.1)
         assert not server.living(), server.text

@@ -106,7 +106,7 @@ def test_torchrun_ends_with_the_line_of_the_rank_that_refused(program, tmp_path)
         cwd=launched.ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
     )
     line = "error: absent.yaml: cannot be read (No such file or directory)"
     assert done.returncode == 1 and {line, f"rank 1: {line}"} & {*done.stderr.splitlines()}, done.stderr
@@ -172,7 +172,7 @@ long_wait()
 
 def end_of_a_wait(wait: str, seconds: int) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", WAIT.format(wait=wait, seconds=seconds)]
-    return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=100)
 
 
 def test_a_process_that_stalls_in_code_that_holds_the_lock_of_python_ends_with_its_stack() -> None:

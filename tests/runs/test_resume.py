@@ -405,7 +405,7 @@ def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_ran
     time.sleep(0.2)
     busy.send_signal(number)
     try:
-        _, error = busy.communicate(timeout=60)
+        _, error = busy.communicate(timeout=20)
     finally:
         busy.kill()
     assert busy.returncode == 128 + number and error == line
@@ -432,7 +432,7 @@ def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> 
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        code = process.wait(300)
+        code = process.wait(60)
     finally:
         process.kill()
     assert code == 130 and "Traceback" not in log.read_text() and "signal" not in log.read_text(), log.read_text()

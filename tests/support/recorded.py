@@ -43,7 +43,7 @@ def make_run(
     """A finished run of four steps of configs/tiny_cpu.yaml, with chosen probabilities of a right answer.
 
     ``before`` is the probability at the start, ``after`` at the end. ``luck`` seeds the answers; without it, ``seed``
-    and ``name`` do.
+    and ``name`` do. A run of an even seed has a key in its config.yaml that is gone since.
     """
     folder = out / f"{name}-20300102-030405"
     folder.mkdir(parents=True)
