@@ -38,7 +38,7 @@ from knobs import Config
 from lab.records import Part, planted_fault, validated
 from plan import whole_run
 from plan.memory import GIB
-from runlog.run_record import lock_file, read_lines
+from runlog.run_record import lock_file, of_last_start, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
 FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that another try would not help
@@ -77,14 +77,13 @@ class Job(NamedTuple):
 
         (None, "") without a run.
         """
-        fault = planted_fault(" ".join(self.arguments))
+        wanted, fault = to_dict(self.cfg), planted_fault(" ".join(self.arguments))
         newest = None
         for run in sorted(Path(ROOT, self.cfg.train.out_dir).glob(f"{self.cfg.name}-*")):
             with contextlib.suppress(InputError, OSError):  # the run was killed before it could write anything
-                resumes = len([*run.glob("resume-*")])
-                last_start = run / f"resume-{resumes}" if resumes else run
-                found, its_fault = read_file(last_start / "config.yaml"), planted_fault(read_text(run / "command.txt"))
-                if found.get("name") != self.cfg.name or changed_keys(found, to_dict(self.cfg)) or its_fault != fault:
+                found = read_file(of_last_start(run, "config.yaml"))
+                its_fault = planted_fault(read_text(run / "command.txt"))
+                if found.get("name") != self.cfg.name or changed_keys(found, wanted) or its_fault != fault:
                     continue
                 newest = run
                 if (run / "finished.json").exists():

@@ -268,6 +268,12 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
     return found
 
 
+def of_last_start(run_dir: Path, name: str) -> Path:
+    """The file ``name`` of the last start of a run that wrote one: in a resume-N/, or in the folder of the run."""
+    resumed = [path for path in run_dir.glob(f"resume-*/{name}") if path.parent.name[7:].isdecimal()]
+    return max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / name)
+
+
 def changed_inputs(
     run_dir: Path, files: dict[str, dict[str, Path]], model: Path, beat: Callable[[], None] = lambda: None
 ) -> list[str]:
@@ -276,8 +282,7 @@ def changed_inputs(
     Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
     cannot be read, one line says so. ``model``: the model's folder, which names a file that is gone.
     """
-    resumed = [path for path in run_dir.glob("resume-*/inputs.json") if path.parent.name[7:].isdecimal()]
-    record = max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / "inputs.json")
+    record = of_last_start(run_dir, "inputs.json")
     try:
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
