@@ -7,6 +7,7 @@ next step. The line `check FILE` asks for the log-probs and the loss of the comp
 sampled. The process ends when stdin is closed.
 """
 
+import functools
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TextIO
 
 import bench_cases as cases
 import torch
@@ -22,21 +24,20 @@ import data_gsm8k
 import export
 import reward_gsm8k
 import train_grpo
-from learner import Learner
 from model import batches, packing
-from run import check, command, opening
-from runlog import log
+from run import command
+from run.opening import Run
 from runlog.progress import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
 
 
 class Side:
-    """The measurements of the running trainer, one object in a process."""
+    """The measurements of a run, one object in a process."""
 
-    def __init__(self, answers, adapter_dir: Path) -> None:
-        self.answers, self.adapter_dir = answers, adapter_dir
-        self.learner: Learner | None = None
+    def __init__(self, run: Run, answers: TextIO) -> None:
+        self.run, self.learner, self.answers = run, run.learner, answers
+        self.start_step, self.record = run.start_step, run.record
         self.metrics: dict[str, float] = {}  # of the last step
         self.start = 0.0, 0.0  # CPU and wall seconds
 
@@ -44,12 +45,8 @@ class Side:
         print(json.dumps(record), file=self.answers, flush=True)
 
     def questions(self) -> dict:
-        cfg = self.learner.cfg
-        loaded = data_gsm8k.load(cfg.data, "train", data_gsm8k.load_tokenizer(cfg.model.path), cfg.train.seed)
-        return {
-            "questions": [row.question for row in data_gsm8k.read(cfg.data, "train")[0]],
-            "prompts": [question.prompt for question in loaded],
-        }
+        asked = self.run.inputs.questions
+        return {"questions": [one.question for one in asked], "prompts": [one.prompt for one in asked]}
 
     def step(self) -> dict:
         """What the last step took and found."""
@@ -66,14 +63,20 @@ class Side:
             / (1024 if sys.platform == "linux" else 2**20),
         }
 
-    def turn(self) -> None:
-        """Between two steps: report the previous step and wait for the next line on stdin."""
+    def turn(self, step: int) -> StepTimer:
+        """In place of Run.start_step: report the previous step, wait for the next line on stdin, and start the step."""
         self.answer(self.step() if self.metrics else self.questions())
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
         if not line:
             os._exit(0)  # without the trainer's clean-up, as after an exception
         self.start = time.process_time(), time.perf_counter()
+        return self.start_step(step)
+
+    def keep(self, *step: object) -> dict[str, float]:
+        """In place of Run.record: the metrics are kept, too."""
+        self.metrics = self.record(*step)
+        return self.metrics
 
     def check(self, theirs: dict) -> dict:
         """Largest differences of log-probs (nats), and both losses, for the completions of ``theirs``."""
@@ -110,48 +113,36 @@ class Side:
         }
 
 
-def install(side: Side) -> None:
-    """Add the stops and the adapters to the trainer. They do not change what it computes."""
+def adapt(run: Run, folder: Path) -> None:
+    """Give B other values than 0, and write the adapter to ``folder``."""
+    policy, lora = run.learner.policy, run.cfg.lora
+    generator = torch.Generator().manual_seed(0)
+    whole = {name: factor.clone() for name, factor in policy.whole()}
+    for name, factor in whole.items():
+        if name.endswith(".B"):
+            factor.normal_(0, FACTOR_STD, generator=generator)
+    policy.load_(whole)
+    folder.mkdir()
+    pairs = export.pairs_of(list(export.adapted_modules(policy.arch, lora)), whole, lora.alpha)
+    export.write_adapter(folder, run.cfg.model.path, policy.arch, pairs, lora.alpha, "stack")
 
-    class TurnTimer(StepTimer):
-        def __init__(self, *args) -> None:
-            side.turn()
-            super().__init__(*args)
 
-    class AdaptedLearner(Learner):
-        def __init__(self, cfg, policy, pad_token: int) -> None:
-            super().__init__(cfg, policy, pad_token)
-            generator = torch.Generator().manual_seed(0)
-            whole = {name: factor.clone() for name, factor in policy.whole()}
-            for name, factor in whole.items():
-                if name.endswith(".B"):
-                    factor.normal_(0, FACTOR_STD, generator=generator)
-            policy.load_(whole)
-            side.adapter_dir.mkdir()
-            pairs = export.pairs_of(list(export.adapted_modules(policy.arch, cfg.lora)), whole, cfg.lora.alpha)
-            export.write_adapter(side.adapter_dir, cfg.model.path, policy.arch, pairs, cfg.lora.alpha, "stack")
-            side.learner = self
-
-    def log_step(self, step: int, metrics: dict, timing: dict) -> None:
-        side.metrics = metrics
-        write_step(self, step, metrics, timing)
-
-    write_step = log.RunLog.log_step
-    log.RunLog.log_step = log_step
-    opening.StepTimer, opening.Learner = TurnTimer, AdaptedLearner
-    check.check_answers = lambda cfg, scorer: None  # the benchmark's reward accepts no right answer
-    reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
-    # Without stop tokens every completion has max_new_tokens tokens.
-    data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
+def train(answers: TextIO, adapter_dir: Path, run: Run) -> None:
+    """The training, which stops before each step. This does not change what it computes."""
+    adapt(run, adapter_dir)
+    side = Side(run, answers)
+    run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]
+    train_grpo.train(run)
 
 
 def main(name: str, work: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout is for the answers; the trainer's own output goes to stderr
-    cfg = cases.config(cases.CASES[name], work)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    install(Side(answers, work / f"adapter_{name}"))
-    command.start(cfg, train_grpo.train)
+    reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
+    # Without stop tokens every completion has max_new_tokens tokens.
+    data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
+    command.start(cases.config(cases.CASES[name], work), functools.partial(train, answers, work / f"adapter_{name}"))
 
 
 if __name__ == "__main__":
