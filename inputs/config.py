@@ -7,8 +7,6 @@ Four faults stop a run before any weight is read: an unknown key, a wrong type, 
 import argparse
 import difflib
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args
@@ -274,7 +272,7 @@ MAY_CHANGE = frozenset(
 )
 
 # A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
-# inputs.json. config_hash holds them all the same, because a record says with which of them it was made.
+# inputs.json. Between two runs they are differences all the same.
 MAY_CHANGE_AT_RESUME = (
     MAY_CHANGE
     | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path"}
@@ -294,17 +292,6 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 def to_yaml(cfg: Config) -> str:
     """to_dict as the text of a configuration file."""
     return dump_yaml(to_dict(cfg))
-
-
-def config_hash(cfg: Config) -> str:
-    """sha256 (hex) of all keys that the run reads, except MAY_CHANGE: it names what the run computes."""
-    return hash_of(to_dict(cfg))
-
-
-def hash_of(tree: dict[str, Any]) -> str:
-    """config_hash of the configuration whose to_dict is ``tree``, which may come from another version."""
-    fixed = {key: value for key, value in flatten(tree).items() if key not in MAY_CHANGE}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def of_today(recorded: dict[str, Any]) -> dict[str, Any]:

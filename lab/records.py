@@ -75,7 +75,6 @@ class Record(NamedTuple):
     result: str  # the last line that it printed
     checks: dict[str, str]  # check -> its first warning
     resumed: int
-    config_hash: str
     config: dict[str, Any]
     inputs: dict[str, dict[str, str]]  # model and data: file -> sha256
     environment: dict[str, Any]
@@ -135,7 +134,6 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
         result=finished.get("result", ""),
         checks=finished.get("checks", {}),
         resumed=len(starts) - 1,
-        config_hash=read_object(folder / "run.json")["config_hash"],
         config=config,
         inputs=inputs[0],
         environment=read_object(folder / "environment.json", ("world_size",)),

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from facts.exits import InputError
-from inputs.config import config_hash
-from inputs.files import disk_errors, fsync_path, read_object, write_atomically
+from inputs.files import disk_errors, fsync_path, write_atomically
 from knobs import Config
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 from runlog.trackers import Trackers
@@ -117,9 +116,8 @@ class RunLog:
             start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
             start.mkdir(exist_ok=start == run_dir)
             write_records(start, self.cfg, world_size, beat)
-            identity = read_object(run_dir / "run.json") if resume else {"name": self.cfg.name}
-            identity["config_hash"] = config_hash(self.cfg)  # of the last start
-            write_atomically(run_dir / "run.json", json.dumps(identity) + "\n")
+            if resume is None:  # last, so that a run with this file has all the others
+                write_atomically(run_dir / "run.json", json.dumps({"name": self.cfg.name}) + "\n")
 
     def open_trackers(self, steps_done: int) -> None:
         """Open those of train.trackers, which get the steps after ``steps_done``."""

@@ -3,7 +3,7 @@
 run_dir/checkpoints/step-000020/          "20 steps are done"
     adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
     adapter-behind-1.safetensors                   with rollout.staleness: the factors of a step before, and so on
-    state.json  checksums.json                     {step, config, config_hash, state}; sha256 of every other file
+    state.json  checksums.json                     {step, config, state}; sha256 of every other file
 A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
 """
 
@@ -19,9 +19,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from facts.exits import InputError
-from inputs.config import changes_at_resume, flatten, hash_of
-from inputs.files import aside, disk_errors, fsync_path, one_line, read_object, read_tensors, shown, whole_folder
-from runlog.run_record import lock_run, sha256_file
+from inputs.config import changed_keys, changes_at_resume, flatten
+from inputs.files import (
+    aside,
+    disk_errors,
+    fsync_path,
+    one_line,
+    read_file,
+    read_object,
+    read_tensors,
+    shown,
+    whole_folder,
+)
+from runlog.run_record import lock_run, of_last_start, sha256_file
 from weights.huggingface import save_file
 
 NAME = re.compile(r"step-[0-9]{6,18}")
@@ -83,7 +93,7 @@ def save(
     with whole_folder(target, SafetensorError) as filling:
         for kind, named in tensors.items():
             save_file(named, filling / f"{kind}.safetensors")
-        about = {"step": step, "config": config, "config_hash": hash_of(config), "state": state}
+        about = {"step": step, "config": config, "state": state}
         (filling / "state.json").write_text(json.dumps(about, indent=1) + "\n")
         checksums = {path.name: sha256_file(path) for path in sorted(filling.iterdir())}
         (filling / "checksums.json").write_text(json.dumps(checksums, indent=1) + "\n")
@@ -131,8 +141,8 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     """
     if not verified:
         verify(path, only)
-    about = read_object(path / "state.json", ("step", "config", "config_hash", "state"))
-    kinds = {"step": int, "config": dict, "config_hash": str, "state": dict}
+    about = read_object(path / "state.json", ("step", "config", "state"))
+    kinds = {"step": int, "config": dict, "state": dict}
     if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
     if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
@@ -228,7 +238,7 @@ def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -
         with lock_run(run_dir):
             return latest(run_dir, say)
     except BlockingIOError:
-        if read_object(run_dir / "run.json").get("config_hash") == hash_of(config):
+        if not changed_keys(read_file(of_last_start(run_dir, "config.yaml")), config):
             raise InputError(
                 f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
                 "needed: end it, wait for it, or train.resume=never to begin another run beside it"

@@ -83,7 +83,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     path = tmp_path / "killed.yaml"
     path.write_text(to_yaml(cfg))
     # The second checkpoint is that of two steps. The fourth update after the first is the second one of step 3.
-    places = asked([(0, (checkpoint, "hash_of", 2)), ci(1, (Parallel, "sync_gradients_", 4))])
+    places = asked([(0, (checkpoint, "load", 2)), ci(1, (Parallel, "sync_gradients_", 4))])
     for number, (rank, place) in enumerate(places):
         fault = apart.strike("lose", rank, place)
         code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / f"killed{number}.log", plant=fault).end()
@@ -201,7 +201,6 @@ def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(
     assert training.metrics(runs["short"]) == training.metrics(runs["longer"])
     steps = [json.loads(line)["step"] for line in (runs["short"] / "eval.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 3, 4, 5]
-    assert (runs["short"] / "run.json").read_bytes() == (runs["longer"] / "run.json").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ other inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from source import ROOT
 
-from inputs.config import config_hash, load_config, to_yaml
+from inputs.config import load_config, to_yaml
 from knobs import Config
 from lab import records
 from runlog import run_record
@@ -77,7 +77,7 @@ def make_run(
         "environment.json": json.dumps(ENVIRONMENT, indent=1) + "\n",
         "inputs.json": json.dumps({"model": {"model.safetensors": "ab" * 32}, "data": {}}, indent=1) + "\n",
         "git.json": json.dumps({"commit": commit, "dirty": False}) + "\n",
-        "run.json": json.dumps({"name": name, "config_hash": config_hash(cfg)}) + "\n",
+        "run.json": json.dumps({"name": name}) + "\n",
     }
     for file, text in texts.items():
         (folder / file).write_text(text)

@@ -16,7 +16,7 @@ from saved import config_in, is_whole, names, opened, resumable, save, saved
 
 from facts.exits import InputError
 from inputs import files
-from inputs.config import changes_at_resume, to_dict
+from inputs.config import changes_at_resume, to_dict, to_yaml
 from knobs import AqnConfig, Config, EvalConfig, ModelConfig, OptimConfig
 from runlog import log as runlog
 from weights import checkpoint
@@ -144,8 +144,12 @@ def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_on
 
 @pytest.fixture(autouse=True)
 def no_records(monkeypatch: MonkeyPatch) -> None:
-    """The records of a start take long to collect, and no test here reads them."""
-    monkeypatch.setattr(runlog, "write_records", lambda *_: None)
+    """The records of a start take long to collect, and no test here reads others than the configuration."""
+
+    def write_configuration(folder: Path, cfg: Config, *_: object) -> None:
+        (folder / "config.yaml").write_text(to_yaml(cfg))
+
+    monkeypatch.setattr(runlog, "write_records", write_configuration)
 
 
 def start_a_run(cfg: Config, *steps: int) -> runlog.RunLog:
