@@ -185,13 +185,7 @@ class RunLog:
         return f"  {f'{hours} h ' * (hours > 0)}{minutes} min left" if hours or minutes else ""
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
-        """Write the summary of an evaluation after ``step`` finished steps, and one line a question.
-
-        They replace those of an earlier evaluation at ``step``.
-        """
-        if any(row["step"] == step for row in self.evaluations()):
-            for name in ("eval.jsonl", "eval_outcomes.jsonl"):
-                self._keep(name, lambda row: row["step"] != step)
+        """Write the summary of an evaluation after ``step`` finished steps, and one line a question."""
         self._append("eval_outcomes.jsonl", "".join(json_line({"step": step, **outcome}) for outcome in outcomes))
         self._append("eval.jsonl", json_line({"step": step, **summary}))
         self._track(step, summary)
