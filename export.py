@@ -37,7 +37,7 @@ from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, to_dict
 from inputs.files import first_names, read_bytes, read_object, refuse_used, whole_folder
 from knobs import Config, ModelConfig
-from runlog.run_record import changed_inputs, input_files, refuse_changed_inputs
+from runlog.run_record import changed_inputs, input_files, of_last_start, refuse_changed_inputs
 from weights import checkpoint, huggingface, peft_adapters, probes
 from weights.adapter_weights import Adapted, adapted_modules, refuse_unfit
 from weights.peft_adapters import Form, Pair, Pairs
@@ -83,21 +83,21 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
         raise InputError(
             f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made (for --probes: or a PEFT adapter)"
         )
-    cfg = load_recorded(run_dir / "config.yaml")
-    folder = run_dir / "checkpoints"
+    path = of_last_start(run_dir, "config.yaml")  # a resume may name another folder of the same model
+    cfg, folder = load_recorded(path), run_dir / "checkpoints"
     if step is None:
         found = checkpoint.latest(run_dir, say=_note, only="adapter")
         if found is None:
             raise InputError(f"{folder}: no checkpoint whose checksums hold; needed: one that train_grpo.py finished")
     else:
-        path = folder / f"step-{step:06d}"
-        if not path.is_dir():
+        wanted = folder / f"step-{step:06d}"
+        if not wanted.is_dir():
             there = first_names(other.name for other in folder.glob("step-*"))
-            raise InputError(f"--step {step}: no {path.name} in {folder}; there: {there}")
-        found = checkpoint.load(path, only="adapter")
+            raise InputError(f"--step {step}: no {wanted.name} in {folder}; there: {there}")
+        found = checkpoint.load(wanted, only="adapter")
     lines = changed_keys(found.config, to_dict(cfg))
     if changed := [line for line in lines if line.startswith(("lora.", "model.dtype", "model.quant"))]:
-        raise InputError(f"{run_dir / 'config.yaml'}: changed since {found.path.name}: {'; '.join(changed)}")
+        raise InputError(f"{path}: changed since {found.path.name}: {'; '.join(changed)}")
     return cfg, found
 
 
@@ -294,7 +294,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
                 _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
         else:
             write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
-            (folder / RUN_CONFIG).write_bytes(read_bytes(run_dir / "config.yaml"))
+            (folder / RUN_CONFIG).write_bytes(read_bytes(of_last_start(run_dir, "config.yaml")))
             if cfg.model.dtype == "bf16" and not cfg.trains_merged:
                 _note(
                     "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"

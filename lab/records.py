@@ -26,7 +26,7 @@ from inputs.files import (
     whole_folder,
     write_atomically,
 )
-from runlog.run_record import checksums, read_lines, variant_name
+from runlog.run_record import checksums, of_last_start, read_lines, variant_name
 
 if TYPE_CHECKING:
     import pandas
@@ -125,12 +125,12 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
             raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
     if to_keep and git[0].get("dirty") is not False:
         raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
-    config = read_file(folder / "config.yaml")
+    config = read_file(of_last_start(folder, "config.yaml"))  # a resume may ask for more steps
     record = Record(
         id=config["name"],
         seed=config["train"]["seed"],
         commit=str(git[0].get("commit")),
-        command=read_text(folder / "command.txt").strip(),
+        command=read_text(of_last_start(folder, "command.txt")).strip(),
         result=finished.get("result", ""),
         checks=finished.get("checks", {}),
         resumed=len(starts) - 1,

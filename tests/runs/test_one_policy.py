@@ -666,6 +666,16 @@ def test_another_base_model_under_the_same_path_is_refused_or_accepted_and_recor
     assert all(text in line for text in named) and line in capsys.readouterr().err
 
 
+def test_the_base_of_a_resumed_run_is_where_its_last_start_found_it(copied) -> None:
+    run, base, target = copied
+    moved, resumed = base.rename(base.with_name("moved")), run / "resume-1"
+    resumed.mkdir()
+    shutil.copy(run / "config.yaml", resumed)
+    rewrite(resumed / "config.yaml", str(base), str(moved))
+    assert export.main([str(run), "--merged", str(target)]) == 0
+    assert load_config(target / export.RUN_CONFIG).model.path == str(moved)
+
+
 def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(copied, monkeypatch) -> None:
     run, base, target = copied
     monkeypatch.chdir(base.parent)

@@ -18,7 +18,9 @@ from recorded import commit, git, replaced
 from source import FILES, ROOT
 
 import report
+import sweep
 from facts.exits import InputError
+from inputs.config import load_config, to_yaml
 from lab import comparisons, pages, records
 from runlog.run_record import read_lines
 
@@ -64,6 +66,17 @@ def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Pa
     )
 
 
+def test_of_a_run_that_was_resumed_for_more_steps_the_last_configuration_counts(run: Path) -> None:
+    started = load_config(run / "config.yaml", [f"train.out_dir={run.parent}", "train.steps=6"])
+    resumed_elsewhere(run, recorded.COMMIT)
+    (run / "resume-1" / "config.yaml").write_text(to_yaml(started))
+    (run / "resume-1" / "command.txt").write_text("torchrun train_grpo.py train.steps=6\n")
+    recorded.seal(run)
+    record = records.read_run(run).record
+    assert (record.config["train"]["steps"], record.command) == (6, "torchrun train_grpo.py train.steps=6")
+    assert sweep.Job("", started, [], processes=2).look() == (run, record.result)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -72,11 +85,11 @@ def changed(name: str, old: str, new: str) -> Callable[[Path], object]:
     return lambda run: replaced(run / name, old, new, 1)
 
 
-def resumed_elsewhere(run: Path) -> None:
+def resumed_elsewhere(run: Path, commit: str = "f" * 40) -> None:
     (run / "resume-1").mkdir()
     for name in ("git.json", "inputs.json"):
         shutil.copy(run / name, run / "resume-1" / name)
-    replaced(run / "resume-1" / "git.json", recorded.COMMIT, "f" * 40)
+    replaced(run / "resume-1" / "git.json", recorded.COMMIT, commit)
     recorded.seal(run)
 
 
