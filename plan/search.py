@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,12 @@ from inputs.rules import (
     sides,
     trainer_problems,
 )
-from knobs import Config, ParallelConfig, RolloutConfig
+from knobs import Config
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
 
 LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest
+SMALLER = 6  # next smaller numbers of ranks that are tried
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ class Verdict:
     layout: grid.RankGrid
     reasons: list[str]
     memory: Memory | None = None
-    times: roofline.Times | None = None
+    timed: Callable[[], roofline.Times | None] = lambda: None  # called once, and not if a search drops the layout
     samplers: "Verdict | None" = None  # of rollout.ranks; the rest is then that of the trainers
+
+    @functools.cached_property
+    def times(self) -> roofline.Times | None:
+        return self.timed()
 
     @property
     def peak(self) -> int:
@@ -91,11 +96,14 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
     if len(judged) == 1:
         return judged[0]
     trainers, samplers = judged
-    times = None
-    if trainers.times and samplers.times:
-        times = roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora, cfg.rollout.ranks)
+
+    def timed() -> roofline.Times | None:
+        if trainers.times is None or samplers.times is None:
+            return None
+        return roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora, cfg.rollout.ranks)
+
     reasons = [f"{side.layout.role}: {reason}" for side in (trainers, samplers) for reason in side.reasons]
-    return Verdict(cfg, trainers.layout, reasons, trainers.memory, times, samplers)
+    return Verdict(cfg, trainers.layout, reasons, trainers.memory, timed, samplers)
 
 
 def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
@@ -108,7 +116,8 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
     a_share = host // min(ranks, setting.ranks_per_node)  # of a CPU's ranks
     capacity = int(hardware.memory_gib * GIB) if hardware.memory_gib else a_share
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
-    times = roofline.step_times(
+    timed = functools.partial(
+        roofline.step_times,
         cfg,
         arch,
         layout,
@@ -125,22 +134,20 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
             f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB on a rank, margin included, of "
             f"{capacity / GIB:.1f}; the largest parts: {largest}"
         )
-    return Verdict(cfg, layout, reasons, memory, times)
+    return Verdict(cfg, layout, reasons, memory, timed)
 
 
 # -------------------------------------------------------------------------------------------------------- other layouts
 
 
-def accepted(
-    asked: Verdict, bases: Iterable[Config], counts: Iterable[int], setting: Setting, *, engines: bool
-) -> Iterator[Verdict]:
-    """The layouts of each of ``bases`` on so many ranks that judge() accepts, those nearest to ``asked`` first.
+def accepted(asked: Verdict, bases: Iterable[Config], counts: Iterable[int], setting: Setting) -> Iterator[Verdict]:
+    """The layouts of each of ``bases`` on each number of ranks that judge() accepts, those nearest to ``asked`` first.
 
-    ``engines``: the engine's copy may be split in other ways, too.
+    The first base with its layouts comes first, and of one base the first number of ranks.
     """
-    for base in bases:
-        layouts = _candidates(base, counts, engines, setting.arch)
-        for cfg, ranks in sorted(layouts, key=lambda new: _distance(asked, new[0].parallel, new[0].rollout, new[1])):
+    for base, ranks in itertools.product(bases, counts):
+        layouts = _candidates(base, ranks, setting.arch)
+        for cfg in sorted(layouts, key=lambda new: _distance(asked.cfg, new)):
             verdict = judge(cfg, ranks, setting)
             if not verdict.reasons:
                 yield verdict
@@ -149,39 +156,23 @@ def accepted(
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """The accepted layouts nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
 
-    The search changes the layout of the ranks; if nothing fits, also the engine's copy; then also recompute; then also
-    the micro-batch; and at last the number of ranks.
+    They are of as many ranks, or if none of these fits, of other numbers: of each the nearest layout. The search
+    changes the layout; then also recompute; then also the micro-batch.
     """
-    ranks, counts = refused.ranks, _other_counts(refused.ranks, setting)
     cfg = _corrected(refused, setting.arch)
     recomputing = cfg.changed(model={"recompute": True})
     smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})
-    listed: list[Verdict] = []
-    for base, tried, engines in (
-        (cfg, [ranks], False),
-        (cfg, [ranks], True),
-        (recomputing, [ranks], True),
-        (smaller, [ranks], True),
-        (cfg, counts, False),
-        (smaller, counts, True),
-    ):
-        nearest = accepted(refused, [base], tried, setting, engines=engines)
-        listed = listed or list(itertools.islice(nearest, LISTED))
-    if cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
-        unchanged = [judge(cfg, count, setting) for count in counts]
-        new = [verdict for verdict in unchanged if not verdict.reasons and verdict not in listed]
+    bases, counts = (cfg, recomputing, smaller), _other_counts(refused.ranks, setting)
+    listed = list(itertools.islice(accepted(refused, bases, [refused.ranks], setting), LISTED))
+    if listed and cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
+        unchanged = (judge(cfg, count, setting) for count in counts)
+        new = [verdict for verdict in unchanged if not verdict.reasons]
         listed = listed[: LISTED - 1] + new[:1]
-    if listed and all(verdict.ranks != ranks for verdict in listed):
-        # After a die has failed there are fewer ranks, so the largest number of them that fits replaces the last one.
-        most = max((verdict.ranks for verdict in listed if verdict.ranks < ranks), default=0)
-        fewer = [count for count in range(ranks - 1, most, -1) if _equal_nodes(count, setting)]
-        for count in fewer:
-            nearest = accepted(refused, [cfg, recomputing], [count], setting, engines=True)
-            largest = list(itertools.islice(nearest, 1))
-            if largest:
-                listed = listed[: LISTED - 1] + largest
-                break
-    return sorted(listed, key=lambda v: (v.ranks > ranks, round(v.memory.peak / GIB, 1), v.times.total))
+    if not listed:
+        of_counts = (accepted(refused, bases, [count], setting) for count in counts)
+        nearest = (next(verdicts, None) for verdicts in of_counts)
+        listed = list(itertools.islice(filter(None, nearest), LISTED))
+    return sorted(listed, key=lambda v: (v.ranks > refused.ranks, round(v.memory.peak / GIB, 1), v.times.total))
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
@@ -191,7 +182,7 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
-    for verdict in accepted(asked, _variants(asked), [asked.ranks], setting, engines=True):
+    for verdict in accepted(asked, _variants(asked), [asked.ranks], setting):
         sampling = verdict.cfg.rollout
         split = f"{verdict.cfg.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
         if split not in best or verdict.times.total < best[split].times.total:
@@ -245,70 +236,50 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Other numbers of ranks, nearest first: halves, doubles, powers of two, whole nodes."""
+    """Other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of two, whole nodes.
+
+    After a die has failed one of the next smaller ones is wanted.
+    """
     node = setting.ranks_per_node
-    counts = {
-        ranks // 4,
-        ranks // 2,
-        2 * ranks,
-        4 * ranks,
-        8 * ranks,
-        1 << (ranks.bit_length() - 1),
-        1 << ranks.bit_length(),
-        node,
-        2 * node,
-        ranks // node * node,
-        -(-ranks // node) * node,
-    }
-    equal = (n for n in counts - {ranks} if n > 0 and _equal_nodes(n, setting))
+    power = 1 << ranks.bit_length()
+    counts = {ranks // 4, ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks, power // 2, power, node, 2 * node}
+    counts |= {-(-ranks // node) * node, *range(ranks - SMALLER, ranks)}
+    equal = (n for n in counts - {ranks} if n > 0 and (n <= node or n % node == 0))
     return sorted(equal, key=lambda n: (abs(math.log2(n / ranks)), -n))
 
 
-def _equal_nodes(ranks: int, setting: Setting) -> bool:
-    """Whether so many ranks are within a node, or as many on each node."""
-    return ranks <= setting.ranks_per_node or ranks % setting.ranks_per_node == 0
+def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]:
+    """Every layout of so many ranks whose sizes divide what they must; judge() applies the other rules."""
 
-
-def _candidates(cfg: Config, counts: Iterable[int], engines: bool, arch: Architecture) -> Iterator[tuple[Config, int]]:
-    """(configuration, ranks) for every layout whose sizes divide what they must; judge() applies the other rules."""
-
-    def trains(ranks: int, **sizes: int) -> bool:
+    def trains(**sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
-        return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, ranks)
+        return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, training)
 
-    def samples(ranks: int, tensor: int) -> bool:
-        return not sampler_problems(cfg.changed(rollout={"tensor": tensor}), arch, ranks)
+    def samples(tensor: int) -> bool:
+        return not sampler_problems(cfg.changed(rollout={"tensor": tensor}), arch, sampling)
 
-    apart = cfg.rollout.ranks
-    for ranks in (count for count in counts if count > apart):
-        training, sampling = ranks - apart, apart or ranks
-        sizes = divisors(training)
-        searched = divisors(sampling) if engines and cfg.rollout.kind.splits else [cfg.rollout.tensor]
-        for tensor, expert, replica, shared in itertools.product(
-            [size for size in sizes if trains(training, tensor=size)],
-            [size for size in sizes if trains(training, expert=size)],
-            [size for size in searched if samples(sampling, size)],
-            {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
-        ):
-            yield (
-                cfg.changed(
-                    parallel={"tensor": tensor, "expert": expert},
-                    rollout={"tensor": replica, "expert_parallel": shared},
-                ),
-                ranks,
-            )
+    training, sampling = ranks - cfg.rollout.ranks, cfg.rollout.ranks or ranks
+    sizes = divisors(training) if training > 0 else []
+    searched = divisors(sampling) if cfg.rollout.kind.splits else [cfg.rollout.tensor]
+    for tensor, expert, replica, shared in itertools.product(
+        [size for size in sizes if trains(tensor=size)],
+        [size for size in sizes if trains(expert=size)],
+        [size for size in searched if samples(size)],
+        {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
+    ):
+        yield cfg.changed(
+            parallel={"tensor": tensor, "expert": expert}, rollout={"tensor": replica, "expert_parallel": shared}
+        )
 
 
-def _distance(asked: Verdict, parallel: ParallelConfig, rollout: RolloutConfig, ranks: int) -> float:
-    """How far a candidate is from the request, in doublings of sizes."""
-    before = asked.cfg
+def _distance(asked: Config, new: Config) -> float:
+    """How far a layout is from the request, in doublings of sizes."""
     pairs = [
-        (before.parallel.tensor, parallel.tensor),
-        (before.parallel.expert, parallel.expert),
-        (before.rollout.tensor, rollout.tensor),
-        (asked.ranks, ranks),
+        (asked.parallel.tensor, new.parallel.tensor),
+        (asked.parallel.expert, new.parallel.expert),
+        (asked.rollout.tensor, new.rollout.tensor),
     ]
-    copied = before.rollout.expert_parallel != rollout.expert_parallel
+    copied = asked.rollout.expert_parallel != new.rollout.expert_parallel
     return sum(abs(math.log2(a / b)) for a, b in pairs) + 0.5 * copied
 
 
