@@ -19,8 +19,8 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -35,6 +35,7 @@ import parallel_setup
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, WITHIN, DryRun, as_json, as_text, compare
+from engines import vllm_colocated
 from engines.interface import Stack
 from facts.architectures import Architecture, layers
 from facts.exits import InputError
@@ -49,7 +50,7 @@ from learner import Learner, Update
 from model import routing_replay
 from model.batches import Rollout
 from parallel_setup import Parallel
-from plan import grid, memory, parameters
+from plan import grid, memory
 from plan.search import broken_rules
 from runlog.progress import StepTimer
 from weight_sync import Push
@@ -92,7 +93,7 @@ def run(
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
         _step(done, parallel, meter, adapt)
-    done.phases = meter.phases
+    done.phases = {name.replace("old_logp", "old policy"): phase for name, phase in meter.phases.items()}
     return done
 
 
@@ -101,7 +102,11 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
     cfg = _of_one_micro_batch(done)
     learner = None
     with meter.phase("load"):
-        with _stand_ins():
+        with (  # as by opening.open_run, of stand-ins for tensors
+            mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
+            mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
+            mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
+        ):
             policy = Policy.load(cfg, done.arch, parallel)
         adapt(policy.model)
         if done.layout.role != "samplers":
@@ -109,8 +114,7 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
             learner.tell(meter)
         gc.collect()
     if done.layout.role != "trainers":
-        engine = _Engine(_stacks(done, parallel, meter), fuses=not cfg.rollout.expert_parallel)
-        push = _push(policy, engine)
+        push = _push(policy, _Engine(policy, done.layout, meter))
         with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
             push(0, [])
     if learner is None:
@@ -140,32 +144,32 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
     return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
 
 
-@contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    """A context in which a policy is loaded as by opening.open_run, of stand-ins for tensors."""
-    with (
-        mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
-        mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
-        mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
-    ):
-        yield
-
-
 # ------------------------------------------------------------------------------------------------ the push
 
 
 class _Engine:
     """Takes what is pushed. Its memory does not count.
 
-    If it ``fuses``, it holds the tensors of a fused group until it is complete, as vLLM does unless each rank pushes
-    its own shards.
+    It holds the tensors of a fused group until it is complete, as vLLM does unless each rank pushes its own shards.
     """
 
-    def __init__(self, stacks: dict[str, Stack], *, fuses: bool) -> None:
-        self.fuses = fuses
-        self.own_stacks = stacks
+    def __init__(self, policy: Policy, layout: grid.RankGrid, meter: Meter) -> None:
+        self.policy, self.layout, self.meter = policy, layout, meter
+        self.own_stacks: dict[str, Stack] = {}
+
+    def placement(self) -> None: ...
 
     def stacks(self) -> dict[str, Stack]:
+        """The stacks of experts, for an engine that has any."""
+        arch, parallel = self.policy.arch, self.policy.parallel
+        whole = self.layout.engine_expert == 1
+        experts = range(arch.num_experts) if whole else huggingface.own_experts(arch, parallel)
+        for layer, module in layers(arch):
+            if module.kind == "experts":
+                shape = (len(experts), module.in_size, module.out_size)
+                memory = torch.empty(shape, dtype=devices.DTYPES[self.policy.cfg.model.dtype], device=parallel.device)
+                self.meter.forget(memory)
+                self.own_stacks[layer + module.fused] = Stack(memory, experts)
         return self.own_stacks
 
     def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -175,56 +179,28 @@ class _Engine:
                 memory.copy_(tensor)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        group_of = huggingface.fused_group if self.fuses else str
+        group_of = str if self.policy.cfg.rollout.expert_parallel else huggingface.fused_group
         for _, tensors in itertools.groupby(named_tensors, key=lambda named: group_of(named[0])):
             list(tensors)  # all tensors of a group exist at once
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None: ...
 
 
-def _stacks(done: DryRun, parallel: Parallel, meter: Meter) -> dict[str, Stack]:
-    """The engine's stacks of experts, where a push fills them. Their memory does not count."""
-    cfg, arch = done.cfg, done.arch
-    routes, adapter = cfg.replay.mode == "r3", cfg.keeps_factors_apart
-    if not parameters.has_stacks(cfg.rollout, done.layout, parallel.device.type, routes=routes, adapter=adapter):
-        return {}
-    experts = range(arch.num_experts) if done.layout.engine_expert == 1 else huggingface.own_experts(arch, parallel)
-    stacks = {}
-    for layer, module in layers(arch):
-        if module.kind == "experts":
-            shape = (len(experts), module.in_size, module.out_size)
-            memory = torch.empty(shape, dtype=devices.DTYPES[cfg.model.dtype], device=parallel.device)
-            meter.forget(memory)
-            stacks[layer + module.fused] = Stack(memory, experts)
-    return stacks
-
-
 def _push(policy: Policy, engine: Any) -> Push:
-    """What pushes to ``engine``, without noise. The next push follows an update."""
-    push = object.__new__(Push)  # its constructor pushes the whole model
-    vars(push).update(cfg=policy.cfg, policy=policy, engine=engine, stacks=engine.stacks())
-    vars(push).update(model=policy.model, arch=policy.arch, parallel=policy.parallel)
-    vars(push).update(clean_norms={})
-    with mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value):
-        push._share_experts()
+    """What pushes to ``engine``, without the slow first push of the whole model. The next push follows an update."""
+    with (
+        mock.patch.object(Push, "_export", lambda push: ()),
+        mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
+        mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value),
+        mock.patch.object(vllm_colocated, "check_placement"),
+    ):
+        push = Push(policy.cfg, policy, engine)
     for adapter in policy.adapters.values():
         adapter.buffer_changes = None
     return push
 
 
 # ------------------------------------------------------------------------------------------------ the update
-
-
-class _Timer(StepTimer):
-    """Tells the meter the phases of an update, and measures no time."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-
-    @contextlib.contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        with self.meter.phase("old policy" if phase == "old_logp" else phase):
-            yield
 
 
 class _Learner(Learner):
@@ -278,10 +254,10 @@ def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
     # One update a step needs no pass of the old policy, but a step of the configuration may have several updates.
     if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # under r2, update makes this pass
         (micro,) = learner._prepare(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
-        with meter.phase("old policy"):
+        with meter.phase("old_logp"):
             learner._logp(micro)
         del micro
-    learner.update(batch, [], advantages, 0, _Timer(meter))
+    learner.update(batch, [], advantages, 0, cast(StepTimer, meter))  # of a timer it takes `phase` alone
 
 
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
@@ -314,13 +290,14 @@ def _rollout(sequences: int, new: int) -> Rollout:
 
 
 def _of_one_micro_batch(done: DryRun) -> Config:
-    """The configuration with a step of one update of one micro-batch."""
+    """The configuration with a step of one update of one micro-batch, and without noise."""
     group_size, row_tokens = done.cfg.rollout.group_size, done.cfg.row_tokens
     tokens = memory.micro_batch_tokens(done.cfg.optim, done.layout, group_size, row_tokens)
     return done.cfg.changed(
         rollout={"prompts_per_step": 1, "group_size": done.rows * done.layout.data},
         loss={"skip_equal_groups": False},  # a group of one row would be skipped
         optim={"prompts_per_update": 1, "tokens_per_micro_batch": tokens},
+        aqn={"schedule": "off"},
     )
 
 
