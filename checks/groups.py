@@ -7,7 +7,6 @@ The expected answers are known beforehand.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,42 +25,27 @@ ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator
 
 
-class Result(NamedTuple):
-    """One collective over one group, on one rank."""
-
-    group: str
-    ranks: list[int]
-    collective: str
-    wrong: str  # what was found and what was expected; empty if the answer was right
-    milliseconds: float
-
-
-def measure(parallel: Parallel) -> list[Result]:
-    """The results of all ranks, each over its own groups, and over the world on the host. The same on every rank."""
+def measure(parallel: Parallel) -> list[dict]:
+    """A row for each kind of group and collective, over all groups of the kind. The same on every rank."""
     todo = [(name, group, parallel.device) for name, group in parallel.groups().items()]
     todo.append(("world", dist.group.WORLD, torch.device("cpu")))
-    mine = [result for one in todo for result in _measure_group(*one)]
-    return [result for one in parallel.gather_objects(mine) for result in one]
+    mine = [row for one in todo for row in _measure_group(*one)]
+    return [_of_all_ranks(rows) for rows in zip(*parallel.gather_objects(mine), strict=True)]
 
 
-def summary(results: list[Result]) -> list[dict]:
-    """A row for each group and collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
-    rows = []
-    for group, collective in dict.fromkeys((result.group, result.collective) for result in results):
-        of_group = [result for result in results if (result.group, result.collective) == (group, collective)]
-        wrong = [result for result in of_group if result.wrong]
-        places = ", ".join(map(str, sorted({tuple(result.ranks): result.ranks for result in wrong}.values())))
-        rows.append(
-            {
-                "group": group,
-                "groups": len({tuple(result.ranks) for result in of_group}),
-                "ranks": len(of_group[0].ranks),
-                "collective": collective,
-                "milliseconds": max(result.milliseconds for result in of_group),
-                "answer": f"WRONG in ranks {places}: {wrong[0].wrong}" if wrong else "right",
-            }
-        )
-    return rows
+def _of_all_ranks(rows: tuple[dict, ...]) -> dict:
+    """The row of a collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
+    members = {str(row["members"]): row["members"] for row in rows}
+    wrong = {str(row["members"]): row["wrong"] for row in rows if row["wrong"]}
+    return {
+        "group": rows[0]["group"],
+        "groups": len(members),
+        "ranks": len(rows[0]["members"]),
+        "members": [*members.values()],
+        "collective": rows[0]["collective"],
+        "milliseconds": max(row["milliseconds"] for row in rows),
+        "answer": f"WRONG in ranks {', '.join(wrong)}: {next(iter(wrong.values()))}" if wrong else "right",
+    }
 
 
 def as_text(rows: list[dict]) -> str:
@@ -70,7 +54,8 @@ def as_text(rows: list[dict]) -> str:
     return "\n".join([head, *(line.format(**row) for row in rows)])
 
 
-def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[Result]:
+def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
+    """A row for each collective over one group, on this rank. ``wrong``: what was found and expected, "" if right."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     size, count = len(ranks), ELEMENTS[device.type]
     # The value of a rank is its number in the world + 1. A wrong sum, order or neighbour therefore shows.
@@ -106,7 +91,13 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
     }
     # The untimed run, whose answer is compared, comes first.
     return [
-        Result(name, ranks, kind, difference(job().cpu(), expected), devices.median_milliseconds(job, device, REPEATS))
+        {
+            "group": name,
+            "members": ranks,
+            "collective": kind,
+            "wrong": difference(job().cpu(), expected),
+            "milliseconds": devices.median_milliseconds(job, device, REPEATS),
+        }
         for kind, (job, expected) in jobs.items()
     ]
 
@@ -151,7 +142,7 @@ def refuse(parallel: ParallelConfig, ranks: int) -> None:
 
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
-    rows = summary(measure(parallel))
+    rows = measure(parallel)
     if cfg.rollout.ranks:
         bridge = Bridge(cfg)
         # The heartbeat ends a wait without progress.

@@ -53,14 +53,13 @@ from weights import peft_adapters, probes
 # --------------------------------------------------------------------------------------------------------------- groups
 
 
-def check_layout(tensor: int, expert: int) -> tuple[list, str, bool]:
+def check_layout(tensor: int, expert: int) -> tuple[list[dict], str, bool]:
     return check(parallel_setup.open_layout(ParallelConfig(tensor=tensor, expert=expert), torch.device("cpu")))
 
 
-def check(parallel: Parallel) -> tuple[list, str, bool]:
-    results = groups.measure(parallel)
-    rows = groups.summary(results)
-    return results, groups.as_text(rows), all(row["answer"] == "right" for row in rows)
+def check(parallel: Parallel) -> tuple[list[dict], str, bool]:
+    rows = groups.measure(parallel)
+    return rows, groups.as_text(rows), all(row["answer"] == "right" for row in rows)
 
 
 def check_with_a_fault(parallel: Parallel, collective: str, place: int) -> tuple[str, bool]:
@@ -97,13 +96,13 @@ def check_with_a_fault(parallel: Parallel, collective: str, place: int) -> tuple
 def test_the_groups_that_carry_traffic_are_checked_and_no_other(sizes, expected):
     """Computed by hand: tensor ranks are neighbours, then come expert ranks; all other ranks hold copies."""
     ranks, *layout = sizes
-    for results, table, right in world.run(ranks, check_layout, *layout):
+    for rows, table, right in world.run(ranks, check_layout, *layout):
         assert right and "WRONG" not in table
-        assert all(0 < result.milliseconds < 60e3 for result in results)
-        found: dict[str, set] = {}
-        for result in results:
-            found.setdefault(result.group, set()).add(tuple(result.ranks))
-        assert found == expected | {"world": {tuple(range(ranks))}}
+        assert all(0 < row["milliseconds"] < 60e3 for row in rows)
+        found = [(row["group"], {*map(tuple, row["members"])}) for row in rows]
+        wanted = expected | {"world": {tuple(range(ranks))}}
+        assert dict(found) == wanted and len(found) == 4 * len(wanted)  # each collective over the same groups
+        assert all(group in wanted.items() for group in found)
 
 
 @pytest.mark.parametrize(
