@@ -114,7 +114,7 @@ def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
 def _operations(done: DryRun) -> list[Compared]:
     """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
     number = done.rows * done.layout.data
-    rows = roofline.Rows(number, 1, done.length - 1, group=number)
+    rows = roofline.equal_rows(number, 1, done.length - 1, group=number)
     cfg = done.cfg
     forward, backward = roofline.update_flops(
         done.arch, cfg.lora, rows, recompute=cfg.model.recompute, merged=cfg.trains_merged

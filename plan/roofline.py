@@ -43,23 +43,18 @@ def active_parameters(arch: Architecture) -> int:
 
 
 class Rows(NamedTuple):
-    """What passes through the model: rows of one prompt and one completion, packed by group."""
+    """What passes through the model: all rows of one pass, packed by group, so a prompt counts once a group."""
 
-    number: float
-    prompt: float  # tokens
-    completion: float
-    group: float = 1  # rows that share the work on their prompt
-    more_pairs: float = 0  # than rows of equal lengths have, where prompt and completion are means
+    tokens: float
+    scored: float  # tokens that reach the head
+    pairs: float  # products of a query and a key: a prompt's attention is causal, a completion's tokens meet their row
 
-    @property
-    def tokens(self) -> float:
-        return self.number * (self.completion + self.prompt / self.group)
 
-    @property
-    def pairs(self) -> float:
-        """Products of a query and a key. A prompt's attention is causal; a completion's tokens meet their whole row."""
-        length = self.prompt + self.completion
-        return self.number * (self.completion * length + self.prompt**2 / 2 / self.group) + self.more_pairs
+def equal_rows(number: float, prompt: float, completion: float, group: float = 1) -> Rows:
+    """So many rows of one prompt and one completion, in tokens; ``group`` rows share the work on their prompt."""
+    tokens = number * (completion + prompt / group)
+    pairs = number * (completion * (prompt + completion) + prompt**2 / 2 / group)
+    return Rows(tokens, number * max(1, completion), pairs)
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
@@ -68,7 +63,7 @@ def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
     return {
         "layers": rows.tokens * (2 * active_parameters(arch) - head),
         "attention": rows.pairs * 4 * arch.num_layers * arch.num_heads * arch.head_dim,
-        "head": rows.number * max(1, rows.completion) * head,
+        "head": rows.scored * head,
     }
 
 
@@ -280,7 +275,7 @@ def step_times(
     rollout, recompute = cfg.rollout, int(cfg.model.recompute)
     element = ELEMENT_BYTES[cfg.model.dtype]
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
-    trained = Rows(sequences, prompt, completion, rollout.group_size)
+    trained = equal_rows(sequences, prompt, completion, rollout.group_size)
     step = functools.partial(
         decode_step,
         arch,
@@ -314,7 +309,7 @@ def step_times(
     frozen = sum(forward_flops(arch, trained).values())
     policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
     first, second = update_flops(arch, cfg.lora, trained, recompute=cfg.model.recompute, merged=cfg.trains_merged)
-    prompts = forward_flops(arch, Rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
+    prompts = forward_flops(arch, equal_rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth

@@ -25,12 +25,11 @@ def peak_flops(kind: str, name: str, dtype: str) -> float | None:
 
 
 def _work(rows: Sequence[Row]) -> Rows:
-    """Rows with the tokens and with the products of queries and keys of ``rows``; a prompt counts once a group."""
+    """What ``rows`` are together; a prompt counts once a group."""
     prompts = {group: prompt for group, prompt, _ in rows}
-    prompt, completion = (sum(row[i] for row in rows) / max(1, len(rows)) for i in (1, 2))
-    mean = Rows(len(rows), prompt, completion, len(rows) * prompt / sum(prompts.values()) if rows else 1)
+    completions = sum(completion for _, _, completion in rows)
     pairs = sum(prompt**2 / 2 for prompt in prompts.values()) + sum(c * (p + c) for _, p, c in rows)
-    return mean._replace(more_pairs=pairs - mean.pairs)
+    return Rows(sum(prompts.values()) + completions, completions, pairs)
 
 
 def step_flops(

@@ -23,7 +23,7 @@ from inputs import config, hf_config, rules
 from plan import search, whole_run
 from plan.grid import WHOLE
 from plan.parameters import base_parameters
-from plan.roofline import Rows, decode_parts, decode_step, forward_flops
+from plan.roofline import decode_parts, decode_step, equal_rows, forward_flops
 
 # ------------------------------------------------------------------------------------------------------------ preflight
 # preflight.py as a command: what it accepts, what it refuses, and that the layouts it proposes work.
@@ -380,7 +380,7 @@ def decoding(run: Run) -> list[tuple[float, float, float]]:
 def peak_seconds(run: Run) -> float:
     """Seconds of scoring and update at the device's peak: full training has gradients of weights, too."""
     passes = run["score_passes"] + 1 + run["recompute"] + (1 if run["lora"] else 2)
-    forward = forward_flops(architecture(run), Rows(run["sequences"], run["prompt"], run["completion"]))
+    forward = forward_flops(architecture(run), equal_rows(run["sequences"], run["prompt"], run["completion"]))
     return passes * sum(forward.values()) / (run["ranks"] * PUBLISHED["devices"][run["device"]]["flops"])
 
 
