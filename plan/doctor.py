@@ -32,6 +32,7 @@ from inputs import hf_config
 from inputs.config import command, command_line, load_config
 from inputs.files import MOST_RANKS, first_three, variable
 from knobs import Config
+from plan import grid
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 
@@ -63,11 +64,14 @@ class Machine:
     @property
     def kind(self) -> str:
         """npu, cuda or cpu: the device of the configuration, else the one whose files or software are present."""
-        if self.run is not None and self.run.device != "auto":
-            return self.run.device
-        if self.device_files("davinci") or "ASCEND_HOME_PATH" in self.env:
+        device = self.run.device if self.run else "auto"
+        if device == "auto" and "ASCEND_HOME_PATH" in self.env:
             return "npu"
-        return "cuda" if self.device_files("nvidia") else "cpu"
+        return grid.device_of(device, self.root)
+
+    @property
+    def dies(self) -> list[int]:
+        return grid.device_files("davinci", self.root)
 
     @property
     def words(self) -> set[str]:
@@ -86,12 +90,7 @@ class Machine:
     @property
     def devices_wanted(self) -> int:
         """One a rank. Where nobody gives the ranks, a machine with more than half of a server's dies must have all."""
-        return self.ranks or (DIES if len(self.device_files("davinci")) > DIES // 2 else 1)
-
-    def device_files(self, name: str) -> list[int]:
-        """Numbers of the files /dev/<name>0, 1, ..."""
-        numbers = [path.name.removeprefix(name) for path in (self.root / "dev").glob(f"{name}[0-9]*")]
-        return sorted(int(number) for number in numbers if number.isdigit())
+        return self.ranks or (DIES if len(self.dies) > DIES // 2 else 1)
 
     def text(self, path: str) -> str:
         """The content of a system file such as "proc/meminfo"; "" if it cannot be read."""
@@ -149,10 +148,8 @@ class Machine:
     def can_listen(self, address: str, port: int) -> bool:
         """Whether a server could listen there now. ``address``: one of this machine's, or "" for all; port 0: any."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as server, contextlib.suppress(OSError, OverflowError):
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT after a run counts as free
-            server.bind((address, port))
-            server.listen(1)
+        with contextlib.suppress(OSError, OverflowError):
+            socket.create_server((address, port), family=family).close()  # TIME_WAIT after a run counts as free
             return True
         return False
 
@@ -268,18 +265,19 @@ def chip(machine: Machine) -> Found:
 
 def visible_dies(machine: Machine) -> list[str]:
     text = machine.env.get("ASCEND_RT_VISIBLE_DEVICES")
-    return [str(die) for die in machine.device_files("davinci")] if text is None else text.split(",")
+    return [str(die) for die in machine.dies] if text is None else text.split(",")
 
 
 def dies_present(machine: Machine) -> Found:
-    dies = machine.device_files("davinci")
-    missing = [f"davinci{die}" for die in range(machine.devices_wanted) if die not in dies]
-    return len(dies) >= machine.devices_wanted, f"{len(dies)} dies in /dev; missing: {', '.join(missing)}"
+    missing = [f"davinci{die}" for die in range(machine.devices_wanted) if die not in machine.dies]
+    return len(
+        machine.dies
+    ) >= machine.devices_wanted, f"{len(machine.dies)} dies in /dev; missing: {', '.join(missing)}"
 
 
 def dies_visible(machine: Machine) -> Found:
     visible = visible_dies(machine)
-    in_order = [str(die) for die in machine.device_files("davinci") if str(die) in visible]
+    in_order = [str(die) for die in machine.dies if str(die) in visible]
     return visible == in_order and len(visible) >= machine.devices_wanted, f"visible: {','.join(visible)}"
 
 

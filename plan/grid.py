@@ -5,9 +5,9 @@ neighbours, then expert_data. A rollout replica consists of rollout.tensor neigh
 tests/rooms/plan/test_estimates.py compares the groups with those that Megatron makes.
 """
 
-import glob
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from knobs import ParallelConfig, RolloutConfig
 
@@ -110,14 +110,20 @@ def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
     return lines
 
 
-DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
+DEVICE_FILES = {"npu": "davinci", "cuda": "nvidia"}  # the beginning of their names in /dev; a number follows
 
 
-def device_of(device: str) -> str:
+def device_files(name: str, root: Path = Path("/")) -> list[int]:
+    """Numbers of the files /dev/<name>0, 1, ..."""
+    numbers = [path.name.removeprefix(name) for path in (root / "dev").glob(f"{name}[0-9]*")]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def device_of(device: str, root: Path = Path("/")) -> str:
     """The device to plan for. With `device: auto`, the one whose device files exist on this machine, else cpu."""
     if device != "auto":
         return device
-    return next((name for name, pattern in DEVICE_FILES.items() if glob.glob(pattern)), "cpu")
+    return next((kind for kind, name in DEVICE_FILES.items() if device_files(name, root)), "cpu")
 
 
 def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
