@@ -103,8 +103,9 @@ def decode_step(
     element: int,
     away: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, float]:
-    """Seconds of one decode step of ``sequences`` rows over all ``ranks``; each row has ``context`` cached tokens.
+    """Seconds by cause of a decode step of ``sequences`` rows over all ``ranks``; a row has ``context`` cached tokens.
 
+    The device reads its memory while it computes, so the slower of the two counts.
     ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts. ``away``: the
     shares of their traffic that leave a node.
     """
@@ -117,13 +118,10 @@ def decode_step(
     cache = rows * context * 2 * layers * max(1, arch.num_kv_heads / tensor) * arch.head_dim * element
     reduced = 4 * layers * rows * h * element * (tensor - 1) / tensor  # two all-reduces for each layer
     traded = 2 * moe * sequences / ranks * arch.experts_per_token * h * element * (expert > tensor)
-    seconds = {
-        "weights": weights / hardware.bandwidth,
-        "cache": cache / hardware.bandwidth,
-        "arithmetic": 2 * active_parameters(arch) * sequences / ranks / hardware.flops,
-        "exchange": hardware.sends(reduced, away[0]) + hardware.sends(traded, away[1]),
-    }
-    return seconds | {"total": max(seconds["weights"] + seconds["cache"], seconds["arithmetic"]) + seconds["exchange"]}
+    reads = {"weights": weights / hardware.bandwidth, "cache": cache / hardware.bandwidth}
+    arithmetic = 2 * active_parameters(arch) * sequences / ranks / hardware.flops
+    exchange = hardware.sends(reduced, away[0]) + hardware.sends(traded, away[1])
+    return slower(reads, {"arithmetic": arithmetic}) | {"exchange": exchange}
 
 
 # ----------------------------------------------------------------------------------------- what ranks send each other
@@ -381,9 +379,7 @@ def _decoding(
     layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
     causes: dict[str, float] = defaultdict(float)
     for steps, part in parts:
-        reads = {name: part[name] for name in ("weights", "cache")}
-        roofline = slower(reads, {"arithmetic": part["arithmetic"]}) | {"exchange": part["exchange"]}
-        for cause, seconds in slower(roofline, {"launches": arch.num_layers * layer}).items():
+        for cause, seconds in slower(part, {"launches": arch.num_layers * layer}).items():
             causes[cause] += steps * seconds
     return dict(causes)
 

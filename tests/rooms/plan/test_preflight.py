@@ -450,7 +450,7 @@ def generation(run: Run, layer_seconds: dict[tuple[str, bool], float]) -> float:
             context=run["prompt"] + tokens,
             element=2,
         )
-        seconds += steps * max(launches, step["total"])
+        seconds += steps * max(launches, sum(step.values()))
     return seconds
 
 
