@@ -198,6 +198,7 @@ def measure(cfg: Config) -> dict:
     scorer = Scorer(cfg.reward)  # before the device
     parallel_setup.start_device(cfg)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
+    factory.check_engine(cfg, arch, parallel_setup.launched_world_size())
     sets = {"": cfg.data} | data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)

@@ -269,10 +269,9 @@ def visible_dies(machine: Machine) -> list[str]:
 
 
 def dies_present(machine: Machine) -> Found:
-    missing = [f"davinci{die}" for die in range(machine.devices_wanted) if die not in machine.dies]
-    return len(
-        machine.dies
-    ) >= machine.devices_wanted, f"{len(machine.dies)} dies in /dev; missing: {', '.join(missing)}"
+    dies = machine.dies
+    missing = [f"davinci{die}" for die in range(machine.devices_wanted) if die not in dies]
+    return len(dies) >= machine.devices_wanted, f"{len(dies)} dies in /dev; missing: {', '.join(missing)}"
 
 
 def dies_visible(machine: Machine) -> Found:

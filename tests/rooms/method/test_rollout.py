@@ -499,6 +499,13 @@ def test_ranks_that_have_read_other_files_are_told_before_they_measure(model, tm
     assert f"error: {named}: rank 1 did not read what rank 0 read; needed: the same files" in log.read_text()
 
 
+def test_the_command_refuses_an_engine_that_cannot_run_the_model(model, tmp_path) -> None:
+    path, log = tmp_path / "config.yaml", tmp_path / "log"
+    path.write_text(to_yaml(training.config(model, tmp_path)))
+    assert world.as_torchrun(1, measured, [str(path), "rollout.engine=vllm"], log=log) == [2]
+    assert log.read_text().startswith("error: rollout.engine: vllm"), log.read_text()
+
+
 def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -> None:
     """`export.py --ask` of the run and of its merged model."""
     import transformers
