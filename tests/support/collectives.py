@@ -1,11 +1,13 @@
-"""Records the collectives of every rank of a run in a shipped layout, with an engine whose memory has vLLM's shape."""
+"""A run in a shipped layout, with an engine whose memory has vLLM's shape, in which torch compares the collectives.
+
+Under torch's debug level DETAIL the ranks of a group exchange the kind, number, shapes and types of each collective
+before it begins. If they differ, every rank ends with an error; a rank that is missing is named after a time-out.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ import torch
 import torch.distributed as dist
 import training
 from planted import every_answer_parsable
+from planting import Plant
 from run_scripts import ROOT, Training
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 import train_grpo
 from engines import factory
@@ -28,79 +30,6 @@ from knobs import Config
 from plan import parameters
 from run import check
 from run import command as training_command
-
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "_all_gather_base",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "scatter",
-    "barrier",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-)
-Call = tuple[tuple[int, ...], str]  # the ranks of the group, and the name of the collective with its sizes
-
-# ------------------------------------------------------------------------------------------------ the recorder
-
-
-def record(patch: pytest.MonkeyPatch, path: Path) -> None:
-    """Write each collective of this process to ``path`` before it begins. A line is complete even if the rank dies."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def recorded(name: str) -> Callable:
-        real = getattr(distributed_c10d, name)
-
-        def call(*args, **kwargs):
-            group = next((x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), None)
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            # The ranks of an all-to-all send different numbers of rows.
-            sent = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)] if "all_to_all" not in name else []
-            sizes = " ".join(f"{x.dtype}:{x.numel()}" for x in sent)
-            os.write(file, f"{','.join(map(str, ranks))} {name} {sizes}\n".encode())
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        wrapper = recorded(name)
-        for module in (distributed_c10d, dist):
-            patch.setattr(module, name, wrapper)
-
-
-def read(folder: Path, ranks: int) -> dict[tuple[int, ...], dict[int, list[str]]]:
-    """Group -> rank -> its calls there, in order."""
-    calls: dict = defaultdict(dict)
-    for rank in range(ranks):
-        for line in (folder / f"rank-{rank}").read_text().splitlines():
-            members, _, call = line.partition(" ")
-            calls[tuple(map(int, members.split(",")))].setdefault(rank, []).append(call)
-    return calls
-
-
-def differences(folder: Path, ranks: int) -> list[str]:
-    """The first call of each group that is not the same on all of its ranks; no call differs from any call."""
-    found = []
-    for group, by_rank in read(folder, ranks).items():
-        sequences = [by_rank.get(rank, []) for rank in group]
-        longest = max(map(len, sequences))
-        for place in range(longest):
-            each = [sequence[place] if place < len(sequence) else "nothing" for sequence in sequences]
-            if len(set(each)) > 1:
-                found.append(f"group {group}, call {place}: {dict(zip(group, each, strict=True))}")
-                break
-    return found
-
 
 # ------------------------------------------------------------------------------------------------ the engine
 
@@ -186,8 +115,9 @@ def small(job: Training, model: Path, out_dir: Path) -> Config:
     return Config.model_validate(tree)
 
 
-def command(cfg: Config, folder: Path, plant: Callable) -> int:
-    """Two steps of ``cfg`` on this rank, recorded in ``folder``."""
+def command(cfg: Config, plant: Plant) -> int:
+    """Two steps of ``cfg`` on this rank."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     patch = pytest.MonkeyPatch()
     training.lighten(lenient=True)
     every_answer_parsable(patch)
@@ -196,7 +126,6 @@ def command(cfg: Config, folder: Path, plant: Callable) -> int:
     patch.setattr(factory, "check_engine", lambda *args: None)
     patch.setattr(check, "problems", lambda *args: [])  # the stand-in takes every model, and this is a CPU
     patch.setattr(factory, "open_engine", lambda cfg, arch, *args: VllmShaped(cfg, arch))
-    record(patch, folder / f"rank-{os.environ['RANK']}")
     plant(patch)
     training_command.start(cfg, train_grpo.train)
     return 0
