@@ -37,7 +37,7 @@ from facts import limits
 from hardware import kernels
 from hardware.device import DTYPES
 from inputs import hf_config
-from inputs.config import load_config, to_dict, to_yaml
+from inputs.config import load_config, to_yaml
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel
@@ -221,53 +221,6 @@ def test_the_embedded_sampler_adds_the_factors_as_transformers_with_merged_weigh
         assert merged.gaps(PROMPTS, pushed).max() < 1e-4 and merged.gaps(PROMPTS, stale).max() > 1e-2
 
 
-# ------------------------------------------------------------------------------------------------ the exported policy
-
-
-def begin(folder: Path, cfg: Config) -> None:
-    """Write what a run's folder has before its first checkpoint."""
-    folder.mkdir()
-    (folder / "config.yaml").write_text(to_yaml(cfg))
-    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
-
-
-def greedy(parallel: Parallel, path: Path, folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts and the sampler's greedy answers after a push, as in an evaluation. The factors go to a checkpoint."""
-    cfg = config(path, model__dtype="bf16", rollout__sync="merged")
-    policy = attached(path, cfg, parallel, merges=True)
-    with torch.no_grad():
-        for adapter in policy.adapters.values():
-            adapter.B.div_(STEP)  # a large update
-    engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, dtype=torch.bfloat16)
-    Push(adapted.placed(cfg, parallel), policy, engine)(0, PROMPTS[0])
-    factors = {name: factor.clone() for name, factor in policy.whole()}
-    if parallel.rank == 0:
-        begin(folder, cfg)
-        checkpoint.save(folder, 1, {"adapter": factors}, {}, to_dict(cfg), cfg.train.keep_last)
-    prompts = reference.tokens(rows=64, length=9, seed=3).tolist()
-    answers = engine.sample(prompts, seeds=[0] * 64, num_samples=1, max_new_tokens=24, temperature=0.0)
-    return [(prompt, one.tokens) for prompt, (one,) in zip(prompts, answers, strict=True)]
-
-
-def test_transformers_answers_with_the_merged_export_as_the_sampler_does(tmp_path: Path) -> None:
-    """Token by token along the sampler's answers. In bf16 transformers has kernels of its own: 2 % may differ."""
-    from transformers import AutoModelForCausalLM
-
-    path, run = reference.save("qwen3_moe", tmp_path / "base"), tmp_path / "run"
-    answers = world.in_layouts(["EP2"], greedy, path, run)["EP2"][0]
-    assert export.main([str(run), "--merged", str(tmp_path / "merged")]) == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="sdpa").eval()
-    assert model.dtype == torch.bfloat16
-    tokens = others = 0
-    for prompt, answer in answers:
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        best, chosen = logits.amax(-1), logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        tokens += len(answer)
-        others += int((chosen < best).sum())
-    assert tokens > 500 and others <= tokens / 50
-
-
 # ---------------------------------------------------------------------------------------- the kernels of both sides
 
 SIZES = dict(
@@ -392,6 +345,13 @@ class Run(NamedTuple):
     folder: Path
     base: Path
     logp: dict[str, Tensor]  # layout -> the trainer's log-probability of every token but a row's first
+
+
+def begin(folder: Path, cfg: Config) -> None:
+    """Write what a run's folder has before its first checkpoint."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    (folder / "inputs.json").write_text(json.dumps(run_record.inputs(run_record.input_files(cfg))))
 
 
 def make_run(folder: Path, name: str) -> Path:
@@ -540,7 +500,7 @@ def test_the_trainer_of_a_run_is_the_reference_under_torchrun(probed, tmp_path) 
         assert (torch.tensor(found[name]) - torch.tensor(expected[name])).abs().max() < 1e-4, name
 
 
-def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
+def unequal_to_the_push(parallel, path: Path, quantisation: str) -> dict[str, list[str]]:
     """For each dtype: the tensors of a merged export that are not, to the last bit, those that the engine gets."""
     unequal = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -548,9 +508,9 @@ def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
         modules = list(adapter_weights.adapted_modules(arch, lora))
         shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
         factors = random_factors(shapes)
-        model, *_ = adapted.adapt(path, parallel, factors, dtype=dtype)
+        model, *_ = adapted.adapt(path, parallel, factors, dtype=dtype, quantisation=quantisation)
         base = huggingface.read_model(path, arch)
-        exported = dict(export.merged_tensors(base, arch, modules, factors, lora.alpha, dtype))
+        exported = dict(export.merged_tensors(base, arch, modules, factors, lora.alpha, dtype, quantisation))
         pushed = dict(huggingface.export(model, arch, parallel))
         assert exported.keys() == pushed.keys()
         assert not torch.equal(exported[EXPERT], base[EXPERT].to(dtype))
@@ -559,13 +519,15 @@ def unequal_to_the_push(parallel, path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", ci("qwen2_moe"), ci("olmoe")])
-@pytest.mark.parametrize("width", [4, 8, 32])
+@pytest.mark.parametrize(("width", "quantisation"), [(4, "none"), (8, "none"), (32, "none"), (32, "int4")])
 @pytest.mark.parametrize("stack", [2**26, 1500])  # elements that are merged at once
-def test_a_merged_model_is_what_the_push_hands_to_the_engine_bit_for_bit(kind, width, stack, tmp_path, monkeypatch):
+def test_a_merged_model_is_what_the_push_hands_to_the_engine_bit_for_bit(
+    kind, width, quantisation, stack, tmp_path, monkeypatch
+) -> None:
     """Also for narrow experts, whose products round differently in another order of their factors."""
     monkeypatch.setattr(limits, "STACK", stack)
     path = reference.save(kind, tmp_path / "base", moe_intermediate_size=width, num_key_value_heads=4)
-    (unequal,) = world.in_layouts(["TP1"], unequal_to_the_push, path)["TP1"]
+    (unequal,) = world.in_layouts(["TP1"], unequal_to_the_push, path, quantisation)["TP1"]
     assert unequal == {"torch.float32": [], "torch.bfloat16": []}
 
 
@@ -684,6 +646,18 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(copied, mon
     assert export.main([str(run), "--adapter", str(target), "--accept-changed-inputs"]) == 0
     assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_transformers_reads_what_was_merged_in_bf16_in_bf16(copied) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run, _, target = copied
+    cfg = load_config(run / "config.yaml", ["model.dtype=bf16"])
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    save(run, 3, {"adapter": dict(checkpoint.load(run / LAST).tensors["adapter"])}, {}, cfg)
+    assert export.main([str(run), "--merged", str(target), "--accept-changed-inputs"]) == 0
+    assert {tensor.dtype for tensor in tensors_in(target).values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
 
 
 def test_a_damaged_last_step_is_skipped_with_a_note(copied, capsys) -> None:

@@ -14,15 +14,13 @@ import reference
 import torch
 import training
 import world
-from adapted import gather, load, lora_config, move
+from adapted import load
 from measured import measure_quantised
 from safetensors.torch import load_file, save_file
 from saved import config_in
 from tiers import asked, ci, nightly
 from torch import Tensor
 
-import export
-import lora_megatron
 from facts import limits
 from facts.exits import InputError
 from facts.limits import INT4_GROUP
@@ -33,7 +31,6 @@ from parallel_setup import Parallel
 from run import opening
 from runlog.log import RunLog
 from runlog.progress import Heartbeat, StepTimer
-from weights import adapter_weights, huggingface
 
 # --------------------------------------------------------------------------------------------------------------- device
 # Operations of kernels.py and hardware/device.py: exact sums, norms as in transformers, and the start of a device.
@@ -361,26 +358,6 @@ def test_log_probs_and_gradients_are_those_of_the_model_that_the_codes_stand_for
             assert logp_error < 1e-4 and error < TOLERANCE
         assert rank["merged error"] < 1e-5
         assert all(name.endswith((".A", ".B")) for name in rank["trained"]) and rank["trained"]
-
-
-def trained_policy(parallel: Parallel, path: Path, dtype: torch.dtype) -> tuple[dict, dict]:
-    """The LoRA factors after a step, and the merged weights that the trainer pushes."""
-    model, arch = load(path, parallel, dtype=dtype, quantisation="int4")
-    adapters = lora_megatron.attach(model, lora_config(), parallel, 0)
-    move(adapters, arch, parallel, step=1)
-    factors = gather(adapters, lora_megatron.factors(adapters), arch, parallel)
-    return factors, {key: value.clone() for key, value in huggingface.export(model, arch, parallel)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_export_is_the_policy_that_was_trained(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
-    ((factors, trained),) = world.in_layouts(["TP1"], trained_policy, path, dtype)["TP1"]
-    arch = hf_config.read(path)
-    modules = list(adapter_weights.adapted_modules(arch, lora_config()))
-    base, alpha = huggingface.read_model(path, arch), lora_config().alpha
-    for key, value in export.merged_tensors(base, arch, modules, factors, alpha, dtype, "int4"):
-        assert torch.equal(value, trained[key]), key
 
 
 # ---------------------------------------------------------------- bounded pieces
