@@ -16,6 +16,7 @@ from pathlib import Path
 
 import agents
 import apart
+import launched
 import pytest
 import torch
 import training
@@ -41,7 +42,6 @@ from weights import checkpoint
 # --------------------------------------------------------------------------------------------------------------- resume
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
-RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 EVERYTHING = {  # rollout, updates and evaluation depend on everything that a checkpoint must hold
     "train__steps": 5,
     "train__checkpoint_every": 1,
@@ -53,11 +53,6 @@ EVERYTHING = {  # rollout, updates and evaluation depend on everything that a ch
     "optim__tokens_per_micro_batch": 300,
     "rollout__dynamic_rounds": 2,
 }
-
-
-def assert_same_bytes(found: Path, expected: Path) -> None:
-    for name in RECORDS:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 # ------------------------------------------------------------------------------------------------ killed anywhere
@@ -93,7 +88,7 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
     code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log", light=False).end()
     assert code == 0, text
     assert f"after {len(places)} of 3 steps" in text
-    assert_same_bytes(training.only_run(cfg), training.only_run(whole))
+    training.assert_same_bytes(training.only_run(cfg), training.only_run(whole))
     assert (training.only_run(cfg) / "curves.png").stat().st_size > 1000
 
 
@@ -125,7 +120,7 @@ def test_another_layout_goes_on_with_the_same_numbers(layout, model, plain, tmp_
     assert (copy / "finished.json").exists() and not (tmp_path / "out").exists()
     training.assert_same_metrics(copy, plain)
     if layout == "EP2":
-        assert_same_bytes(copy, plain)
+        training.assert_same_bytes(copy, plain)
         for name in ("adapter.safetensors", "optimizer.safetensors"):
             files = [run / "checkpoints" / "step-000005" / name for run in (copy, plain)]
             assert files[0].read_bytes() == files[1].read_bytes()
@@ -178,7 +173,7 @@ def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, 
     before = contents(copy)
     code, text = command(file, f"train.resume={copy}")  # a finished run by its name: its numbers are left alone
     assert code == 0 and "after 5 of 5 steps" in text and (copy / "finished.json").exists()
-    assert all(contents(copy)[copy / name] == before[copy / name] for name in RECORDS)
+    assert all(contents(copy)[copy / name] == before[copy / name] for name in training.RECORDS)
 
 
 def test_resume_never_starts_a_new_run(plain, file, tmp_path) -> None:
@@ -242,7 +237,7 @@ def assert_a_resume_repeats(layout: str, model: Path, folder: Path, changes: dic
     copy = rewound(run, folder / "again", 2)
     cfg = training.config(model, folder / "out", **changes | {"train__resume": str(copy)})
     training.in_world(layout, training.train_each, [(layout, training.in_layout(cfg, layout))])
-    assert_same_bytes(copy, run)
+    training.assert_same_bytes(copy, run)
     return run
 
 
@@ -410,43 +405,24 @@ def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_ran
     assert busy.returncode == 128 + number and error == line
 
 
-def started(path: Path, log: Path, *launcher: str) -> subprocess.Popen:
-    """train_grpo.py as the leader of a process group, as a terminal starts a command."""
-    with open(log, "wb") as file:
-        return subprocess.Popen(
-            [sys.executable, *launcher, "train_grpo.py", str(path)],
-            cwd=ROOT,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def pressed(process: subprocess.Popen, ready: Callable[[], bool], log: Path) -> list[str]:
+def pressed(launch: launched.Launch, ready: Callable[[], bool]) -> list[str]:
     """Ctrl-C when ``ready``. The lines of the log, if the process then ends soon, with 130 and without a traceback."""
-    deadline = time.monotonic() + 600
-    while not ready():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        code = process.wait(60)
-    finally:
-        process.kill()
-    assert code == 130 and "Traceback" not in log.read_text() and "signal" not in log.read_text(), log.read_text()
-    return [line for line in log.read_text().splitlines() if line]
+    launch.until(ready)
+    os.killpg(launch.process.pid, signal.SIGINT)
+    assert launch.wait(60) == 130 and "Traceback" not in launch.text and "signal" not in launch.text, launch.text
+    return [line for line in launch.text.splitlines() if line]
 
 
 @pytest.mark.ci
 def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
-    process = started(tmp_path / "absent.yaml", tmp_path / "log")
+    with launched.started(sys.executable, "train_grpo.py", tmp_path / "absent.yaml", log=tmp_path / "log") as launch:
+        status = Path(f"/proc/{launch.process.pid}/status")
 
-    def catches_sigterm() -> bool:
-        caught = next(x for x in Path(f"/proc/{process.pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
-        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+        def catches_sigterm() -> bool:
+            caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+            return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
-    lines = pressed(process, catches_sigterm, tmp_path / "log")
+        lines = pressed(launch, catches_sigterm)
     assert lines == ["ended by SIGINT before a step of this start; the same command starts it again"]
 
 
@@ -454,12 +430,13 @@ def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_in_a_run_of_two_ranks_ends_with_one_line_that_names_the_checkpoint(tmp_path: Path) -> None:
     """Through the launcher of the run_*.sh scripts. The line is right: the same command goes on from there."""
-    model, log = make_model(tmp_path / "model"), tmp_path / "log"
+    model = make_model(tmp_path / "model")
     cfg = config(model, tmp_path / "out", parallel__expert=2, train__steps=1000, train__checkpoint_every=2)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     launcher = ("launch/first_code.py", "--standalone", "--local-addr=localhost", "--nproc_per_node=2")
-    process = started(tmp_path / "config.yaml", log, *launcher)
-    lines = pressed(process, lambda: "step 4/1000" in log.read_text(), log)
+    command = (sys.executable, *launcher, "train_grpo.py", tmp_path / "config.yaml")
+    with launched.started(*command, log=tmp_path / "log") as launch:
+        lines = pressed(launch, lambda: "step 4/1000" in launch.text)
     (run,) = (tmp_path / "out").iterdir()
     done = len((run / "metrics.jsonl").read_text().splitlines())
     last = names(run)[-1]

@@ -12,6 +12,7 @@ import json
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import agents
@@ -39,7 +40,6 @@ from run.sampling_ranks import Apart, Samplers
 from weights import adapter_weights
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
-RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 RUN = {
     "reward__function": f"{OWN}:reward",
     "reward__check_gold": False,
@@ -74,14 +74,11 @@ def reference(model, tmp_path_factory) -> Path:
     return colocated(model, tmp_path_factory.mktemp("reference"))
 
 
-def assert_same_bytes(found: Path, expected: Path, checkpoints: str = "step-*", records=RECORDS) -> None:
-    """The records, and all tensors of ``checkpoints``, are equal to the byte."""
-    for name in records:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-    saved = [path.relative_to(expected) for path in sorted(expected.glob(f"checkpoints/{checkpoints}/*.safetensors"))]
-    assert len(saved) >= 3
-    for name in saved:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+def assert_same_bytes(found: Path, expected: Path, records: Sequence[str] = training.RECORDS) -> None:
+    """The records, and all tensors of the checkpoints, are equal to the byte."""
+    tensors = [str(path.relative_to(expected)) for path in expected.glob("checkpoints/step-*/*.safetensors")]
+    assert len(tensors) >= 3
+    training.assert_same_bytes(found, expected, [*records, *tensors])
 
 
 # ------------------------------------------------------------------------------------------------ the same bytes
@@ -145,7 +142,7 @@ def test_two_trainers_and_one_sampler_write_what_two_ranks_write(layout, model, 
     ended = apart.run(3, cfg, tmp_path)
     assert ended.codes == [0] * 3, ended.text
     found = training.only_run(cfg)
-    assert_same_bytes(found, expected, records=RECORDS[1:])
+    assert_same_bytes(found, expected, training.RECORDS[1:])
     for row, wanted in zip(training.metrics(found), training.metrics(expected), strict=True):
         sums = {key for key in wanted if key.startswith("sync/update_")}
         assert sums and row == wanted | {key: pytest.approx(wanted[key], rel=1e-4, abs=1e-7) for key in sums}

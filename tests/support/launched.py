@@ -30,13 +30,18 @@ def noting_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Launch:
-    """A command and all processes that it has started."""
+    """A command, which leads a process group as in a terminal, and all processes that it has started."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | VARIABLES, stdout=file, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=os.environ | VARIABLES,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.known = {psutil.Process(self.process.pid)}  # with their start times, which tell reused numbers apart
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -223,3 +223,12 @@ def assert_same_metrics(found: Path, expected: Path, relative: float = 1e-4) -> 
         assert not wrong, (row["step"], wrong)
     for name in ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl"):
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+
+
+def assert_same_bytes(found: Path, expected: Path, records: Iterable[str] = RECORDS) -> None:
+    """These files of two runs have the same bytes, and some."""
+    for name in records:
+        assert (found / name).read_bytes() == (expected / name).read_bytes() != b"", name
