@@ -20,9 +20,8 @@ from vllm_ranks import PROMPTS, SEEDS, perturbed
 
 from engines import torch_decoder, torch_sampler, vllm_inside
 from engines.drawing import inverse_cdf, pick, uniforms_of
-from engines.interface import Completion, fault_of_log_probs
+from engines.interface import Completion, Engine, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
-from engines.vllm_engine import VllmEngine
 from facts.exits import InputError
 from knobs import LoraConfig
 from weights.adapter_weights import adapted_modules
@@ -31,7 +30,7 @@ from weights.huggingface import fused_group
 # -------------------------------------------------------------------------------------------------------------- engines
 # What holds for every engine: its samples against transformers on the finished text (teacher forcing), its weights.
 #
-# Another engine is a line of ENGINES. What is special to vLLM is in test_vllm.py.
+# Another engine is a line of ENGINES and a fixture NAME_of. What is special to vLLM is in test_vllm.py.
 # Not covered: agreement with the Megatron model, accelerators.
 
 NAMES = ["qwen3", "qwen2", ci("olmoe"), nightly("qwen2_no_qkv_bias")]
@@ -42,26 +41,24 @@ SURPLUS = "model.layers.7.mlp.gate.weight"
 EXPERTS = [f"{LAYER_2}mlp.experts.{e}.{part}_proj.weight" for e in range(16) for part in ("gate", "up", "down")]
 
 
-def torch_of(_, model: Model, stops: Iterable[int], **options) -> TorchSampler:
+def embedded(model: Model | SimpleNamespace, stops: Iterable[int] = (), **options) -> TorchSampler:
+    """The embedded sampler with the weights of a model."""
     engine = TorchSampler(model.arch, stop_tokens=set(stops), pad_token=0, **options)
     engine.load_weights(model.tensors.items())
     return engine
 
 
-def vllm_of(request, model: Model, stops: Iterable[int], **options) -> VllmEngine:
-    return request.getfixturevalue("vllm_of")(model, stops, **options)
-
-
-ENGINES = [pytest.param(torch_of, id="torch"), pytest.param(vllm_of, id="vllm", marks=pytest.mark.vllm)]
+ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 @pytest.fixture(params=ENGINES)
 def opened(request, sampled_models):
     """A function that gives an engine with the weights of a model, and the model."""
+    open_engine = embedded if request.param == "torch" else request.getfixturevalue(f"{request.param}_of")
 
-    def get(name: str = "qwen3", stops: Iterable[int] = (9,), **options):
+    def get(name: str = "qwen3", stops: Iterable[int] = (9,), **options) -> tuple[Engine, Model]:
         model = sampled_models(name)
-        return request.param(request, model, stops, **options), model
+        return open_engine(model, stops, **options), model
 
     return get
 
@@ -286,12 +283,6 @@ def test_the_numbers_of_a_prompt_are_those_of_a_generator_with_its_seed() -> Non
 # ------------------------------------------------------------------------------------------------- both engines
 
 
-def embedded(model, stops: set[int]) -> TorchSampler:
-    engine = TorchSampler(model.arch, stop_tokens=stops, pad_token=0)
-    engine.load_weights(model.tensors.items())
-    return engine
-
-
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.vllm
 @pytest.mark.parametrize(("max_sequences", "temperature"), [(256, 1.0), (12, 0.7)])
@@ -320,7 +311,7 @@ def test_a_row_that_vllm_preempts_and_continues_draws_the_same_tokens(sampled_mo
     settings = dict(num_samples=1, max_new_tokens=12, temperature=1.0)
     answers = vllm_of(model, ()).sample(prompts, seeds=list(range(20)), **settings)
     assert preempted
-    assert_alike(answers, embedded(model, set()).sample(prompts, seeds=list(range(20)), **settings))
+    assert_alike(answers, embedded(model).sample(prompts, seeds=list(range(20)), **settings))
 
 
 NEVER = "sample: token 127 was drawn, whose probability is 0. This is a fault of the sampler; .* 13394"
@@ -348,7 +339,7 @@ def test_a_drawn_token_of_probability_0_is_called_a_fault_of_the_sampler(sampled
     engine.sample(PROMPTS, seeds=SEEDS, **FREE)  # the mask alone is no fault
     for module in (vllm_inside, torch_sampler):
         monkeypatch.setattr(module, "pick", draws_it)
-    for each in (engine, embedded(model, set())):
+    for each in (engine, embedded(model)):
         with pytest.raises(InputError, match=NEVER):
             each.sample(PROMPTS, seeds=SEEDS, **FREE)
 
@@ -547,15 +538,9 @@ def model(sampled_models) -> Model:
     return sampled_models("qwen3")
 
 
-def sampler(model: Model | SimpleNamespace, stop_tokens: set[int] = frozenset(), **options) -> TorchSampler:
-    engine = TorchSampler(model.arch, stop_tokens=set(stop_tokens), pad_token=0, **options)
-    engine.load_weights(model.tensors.items())
-    return engine
-
-
 def test_the_watcher_of_stalls_hears_of_every_layer_of_the_prompts(model) -> None:
     """Many prompts must not look like a stalled rank, on a slow or busy processor."""
-    engine, beats = sampler(model), []
+    engine, beats = embedded(model), []
     engine.beat = lambda: beats.append(1)
     engine.sample(PROMPTS, seeds=SEEDS, num_samples=2, max_new_tokens=1, temperature=1.0)
     assert len(beats) == engine.arch.num_layers + 1
@@ -563,7 +548,7 @@ def test_the_watcher_of_stalls_hears_of_every_layer_of_the_prompts(model) -> Non
 
 def test_widths_that_the_grouped_kernel_does_not_take_are_computed_too(sampled_models) -> None:
     odd = sampled_models("qwen3_odd_widths")
-    answers = sampler(odd).sample(PROMPTS, seeds=SEEDS, return_routed_experts=True, **FREE)
+    answers = embedded(odd).sample(PROMPTS, seeds=SEEDS, return_routed_experts=True, **FREE)
     assert odd.gaps(PROMPTS, answers).max() <= 1e-5
     assert_routes(odd, PROMPTS, answers)
 
@@ -594,7 +579,7 @@ def test_finished_rows_stop_costing(model, monkeypatch) -> None:
 
     monkeypatch.setattr(torch_decoder.Decoder, "decode", spy)
     settings = dict(num_samples=8, max_new_tokens=100, temperature=1.0)
-    answers = sampler(model, set(range(0, 128, 4))).sample(PROMPTS[:4], seeds=SEEDS[:4], **settings)
+    answers = embedded(model, set(range(0, 128, 4))).sample(PROMPTS[:4], seeds=SEEDS[:4], **settings)
     lengths = [len(one.tokens) for group in answers for one in group]
     assert len(sizes) == max(lengths) - 1 < 99  # the wave ended with its last row
     for n, size in enumerate(sizes, start=1):
@@ -607,7 +592,7 @@ def test_finished_rows_stop_costing(model, monkeypatch) -> None:
 
 
 def test_result_does_not_depend_on_waves(model, monkeypatch) -> None:
-    engine = sampler(model, set(range(0, 128, 16)))
+    engine = embedded(model, set(range(0, 128, 16)))
     expected = engine.sample(PROMPTS, seeds=SEEDS, **MORE)
     for engine.max_sequences in (3, 8):  # waves of one and of two prompts
         assert_alike(engine.sample(PROMPTS, seeds=SEEDS, **MORE), expected)
@@ -625,7 +610,7 @@ def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
     The gate of a shared expert has one output, and in fp32 such a product rounds as its number of rows says.
     """
     model, computed, qkv = sampled_models(name), [], torch_decoder.Decoder._qkv
-    engine, generator = sampler(model, {7}, dtype=dtype, adapter=LORA), torch.Generator().manual_seed(0)
+    engine, generator = embedded(model, {7}, dtype=dtype, adapter=LORA), torch.Generator().manual_seed(0)
     shapes = {}
     for module in adapted_modules(model.arch, LORA):
         shapes |= module.factor_shapes()
@@ -653,7 +638,7 @@ def test_a_common_beginning_is_computed_once_in_fp32_and_changes_no_bit(
 
 def test_prompts_that_are_equal_are_computed_once(model) -> None:
     """Also the last tokens, which the completions begin after, come from the common beginning then."""
-    engine = sampler(model)
+    engine = embedded(model)
     (expected,) = engine.sample([PROMPTS[2]], seeds=[3], **FREE)
     assert_alike(engine.sample([PROMPTS[2]] * 3, seeds=[3] * 3, **FREE), [expected] * 3)
 
@@ -665,9 +650,9 @@ def test_cast_and_activations_that_overflow_are_errors(model) -> None:
     norm = {"model.norm.weight": torch.full((64,), 3.4e38)}
     huge = SimpleNamespace(arch=model.arch, tensors=model.tensors | norm)
     with pytest.raises(InputError, match="model.norm.weight has NaN"):
-        sampler(huge, dtype=torch.bfloat16)
+        embedded(huge, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="not finite"):
-        sampler(huge).sample(PROMPTS, seeds=SEEDS, **FREE)
+        embedded(huge).sample(PROMPTS, seeds=SEEDS, **FREE)
 
 
 def test_bad_sampler_is_refused(model) -> None:
