@@ -333,7 +333,7 @@ def attention_mask(hidden: Tensor) -> Tensor:
     """What masked_attention takes on the device of ``hidden``, which is true where a query must not attend.
 
     On an NPU it is bool: op-plugin computes attention with any other mask by its formula, in fp32. Elsewhere it is fp32
-    with -inf there, so that it is made once and not in each layer.
+    with -inf there, which a layer in bf16 casts.
     """
     if hidden.device.type == "npu":
         return hidden

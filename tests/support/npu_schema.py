@@ -29,7 +29,7 @@ from facts.architectures import Architecture
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from checks import kernels_check
+from checks import kernels_check  # noqa: E402
 from checks.kernels_check import Case  # noqa: E402
 from facts.exits import InputError  # noqa: E402
 from hardware import device as devices  # noqa: E402

@@ -188,7 +188,6 @@ def test_the_check_of_the_gap_uses_the_clean_policy(runs: dict[str, Path]) -> No
 # what they get; that the cut is vLLM's is test_colocated.py's matter.
 
 LAYOUT, TENSOR, EXPERT = "TP2_EP4", 2, 4  # 4 ranks: tensor 2 x data 2, experts over all
-PROBE = [5, 6, 7, 8]
 LOCAL_NOISES = {
     "off": {},
     "noise": {"aqn__targets": ("attention", "experts")},

@@ -289,8 +289,6 @@ def test_log_probs_and_entropy_stay_exact_for_large_logits(scale):
 #
 # Covered: prompts that several rows share, rows of many lengths, rows that train nothing, masks with holes, layouts.
 
-TEMPERATURE = 0.7
-
 
 def rows() -> tuple[Tensor, Tensor]:
     """Eight rows on three prompts of 3, 5 and 5 tokens; own tokens: 1 to 9; the last row trains nothing."""
