@@ -1,6 +1,6 @@
 """A whole training step against TRL's GRPOTrainer: same model, questions, adapters and forced token counts, in turn.
 
-    python benchmarks/bench_step.py [--cases NAME ...] [--steps 10] [--trl-python PATH]
+    python benchmarks/bench_step.py [--cases NAME ...] [--steps 10]
     python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
@@ -13,7 +13,6 @@ CUDA. out/bench_step.json keeps the figures, the commit and the machine.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from runlog.run_record import cpu_name, git_state
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1
 SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
-MEMORY_BAR = 0.7
 # With PYTHON, VENV and TORCH_INDEX.
 SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
@@ -122,57 +120,53 @@ def compare(name: str, work: Path, python: Path, steps: int) -> dict:
 
 
 def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) -> dict:
-    """Medians and spread of each side, and the ratios that are compared with the bars."""
-    sides = {}
-    for side, records in timed.items():
-        table = pd.DataFrame(records)
-        sides[side] = {
+    """Medians and spread of each side, and the ratios of ours to TRL's."""
+    tables = {side: pd.DataFrame(records) for side, records in timed.items()}
+    sides = {
+        side: {
             "cpu_s": table["cpu_s"].median(),
             "cpu_s_min": table["cpu_s"].min(),
             "cpu_s_max": table["cpu_s"].max(),
             "wall_s": table["wall_s"].median(),
-            "peak_mib": records[-1]["peak_mib"],
+            "peak_mib": table["peak_mib"].iloc[-1],
         }
+        for side, table in tables.items()
+    }
     ours, trl = sides["ours"], sides["trl"]
-    pairs = [a["cpu_s"] / b["cpu_s"] for a, b in zip(timed["ours"], timed["trl"], strict=True)]
+    pairs = tables["ours"]["cpu_s"] / tables["trl"]["cpu_s"]
     return {
         "name": name,
         "step_cpu_ratio": ours["cpu_s"] / trl["cpu_s"],
-        "bar": cases.CASES[name].bar,
-        "ratio_by_pair": {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)},
+        "ratio_by_pair": {"min": pairs.min(), "median": pairs.median(), "max": pairs.max()},
         "peak_memory_ratio": ours["peak_mib"] / trl["peak_mib"],
         "steps": len(pairs),
         "new_tokens": tokens,
-        "agreed": agreed,
+        "agreed": agreed | {"loss_gap": abs(agreed["loss"] - agreed["their_loss"])},
         **sides,
     }
 
 
-def row(case: dict) -> dict:
-    """A row of the table."""
-    return {
-        "case": case["name"],
-        "ours": case["ours"]["cpu_s"],
-        "TRL": case["trl"]["cpu_s"],
-        "ours/TRL": case["step_cpu_ratio"],
-        "bar": case["bar"],
-        "pairs": "{min:.2f}-{max:.2f}".format(**case["ratio_by_pair"]),
-        "memory": case["peak_memory_ratio"],
-        "memory bar": MEMORY_BAR,
-        "log-prob gap": case["agreed"]["logp_gap"],
-        "loss gap": abs(case["agreed"]["loss"] - case["agreed"]["their_loss"]),
-    }
+TABLE = {  # a figure of a case -> its column
+    "name": "case",
+    "ours.cpu_s": "ours",
+    "trl.cpu_s": "TRL",
+    "step_cpu_ratio": "ours/TRL",
+    "ratio_by_pair.min": "least",
+    "ratio_by_pair.max": "largest",
+    "peak_memory_ratio": "memory",
+    "agreed.logp_gap": "log-prob gap",
+    "agreed.loss_gap": "loss gap",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=cases.TINY)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; .venv-bench if not given")
     args = parser.parse_args()
     if {*args.cases} - {*cases.TINY} and not (cases.ROOT / cases.SMOL).is_dir():
         parser.error(f"{cases.SMOL}: there is no such folder; needed: python weights/smol_model.py {cases.SMOL}")
-    python = args.trl_python or trl_python()
+    python = trl_python()
     with tempfile.TemporaryDirectory() as work:
         found = [compare(name, Path(work), python, args.steps) for name in args.cases]
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
@@ -181,7 +175,8 @@ def main() -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print("medians of CPU seconds of a step")
-    print(pd.DataFrame([row(case) for case in found]).to_string(index=False, float_format="{:.4g}".format))
+    table = pd.json_normalize(found)[[*TABLE]].rename(columns=TABLE)
+    print(table.to_string(index=False, float_format="{:.4g}".format))
 
 
 if __name__ == "__main__":

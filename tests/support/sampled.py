@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import reference
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines.torch_sampler import TorchSampler
 from inputs import hf_config
 
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=384)
@@ -74,6 +77,13 @@ class Model:
         """The experts of every token in each MoE layer, in ascending order.  -> (T, layers, experts a token)"""
         logits = self.hf(torch.tensor([text]), output_router_logits=True).router_logits
         return torch.stack([one.view(len(text), -1).topk(4).indices.sort(-1).values for one in logits], 1).numpy()
+
+
+def embedded(model: Model | SimpleNamespace, stops: Iterable[int] = (), **options) -> TorchSampler:
+    """The embedded sampler with the weights of a model."""
+    engine = TorchSampler(model.arch, stop_tokens=set(stops), pad_token=0, **options)
+    engine.load_weights(model.tensors.items())
+    return engine
 
 
 def flat(answers: list) -> list[tuple]:

@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import adapted
 import agents
@@ -14,7 +15,7 @@ import torch
 import training
 import world
 from planting import instead
-from sampled import FREE, Model, assert_alike
+from sampled import FREE, Model, assert_alike, embedded
 from torch import Tensor
 from vllm_ranks import PROMPTS, SEEDS
 
@@ -171,12 +172,6 @@ def model(sampled_models) -> Model:
     return sampled_models("qwen3")
 
 
-def sampler(model: Model, stop_tokens: set[int] = frozenset()) -> TorchSampler:
-    engine = TorchSampler(model.arch, stop_tokens=set(stop_tokens), pad_token=0)
-    engine.load_weights(model.tensors.items())
-    return engine
-
-
 def disturbed(fault: str) -> Callable:
     """(engine, prompts, settings) -> completions, as the rollout with this fault samples them."""
     ((place, wrong),) = named_faults(fault)
@@ -188,7 +183,7 @@ def test_a_flipped_route_has_the_next_best_expert_in_place_of_the_last(model: Mo
     """Of the first sampled tokens the first layer reads what it reads in the model; prompts keep their routes."""
     prompts, settings = [[3, token] for token in range(40)], dict(num_samples=4, max_new_tokens=2, temperature=1.0)
     settings |= dict(seeds=[*range(40)], return_routed_experts=True)
-    engine = sampler(model)
+    engine = embedded(model)
     clean = engine.sample(prompts, **settings)
     answers = disturbed("flips")(engine, prompts, **settings)
     for prompt, group in zip(prompts, answers, strict=True):
@@ -202,29 +197,24 @@ def test_a_flipped_route_has_the_next_best_expert_in_place_of_the_last(model: Mo
 
 def test_noisy_logits_have_the_asked_deviation_and_their_own_log_probs(model: Model, monkeypatch) -> None:
     """Differences of two logits: the variance of their noise is twice sigma squared."""
-    seen = []
-    pick = torch_sampler.pick
-
-    def spy(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        seen.append(logits)
-        return pick(logits, uniform, temperature)
-
+    spy = mock.Mock(wraps=torch_sampler.pick)
     monkeypatch.setattr(torch_sampler, "pick", spy)
-    engine, settings = sampler(model), dict(seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0)
+    engine, settings = embedded(model), dict(seeds=[1], num_samples=300, max_new_tokens=1, temperature=1.0)
     clean = engine.sample([PROMPTS[0]], **settings)
     answers = disturbed("noise=0.5")(engine, [PROMPTS[0]], **settings)
     assert_alike(engine.sample([PROMPTS[0]], **settings), clean)  # evaluations are not disturbed
-    noisy = seen[1].double().log_softmax(-1)
+    clean_logits, noisy_logits, _ = (call.args[0].double() for call in spy.call_args_list)
+    noisy = noisy_logits.log_softmax(-1)
     for one, logp in zip(answers[0], noisy, strict=True):
         assert logp[one.tokens[0]].item() == pytest.approx(one.logp[0], abs=1e-6)
-    apart = (seen[1] - seen[0]).double().diff(dim=1)
+    apart = (noisy_logits - clean_logits).diff(dim=1)
     assert apart.mean(0).abs().max() < 5 * (0.5 / 300) ** 0.5
     assert apart[:, ::2].var().item() == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("fault", ["flips", "noise=0.5"])
 def test_what_a_disturbed_sampler_draws_does_not_depend_on_waves(model: Model, fault: str) -> None:
-    engine, settings = sampler(model, set(range(0, 128, 16))), FREE | dict(num_samples=4, max_new_tokens=40)
+    engine, settings = embedded(model, set(range(0, 128, 16))), FREE | dict(num_samples=4, max_new_tokens=40)
     expected = disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings)
     for engine.max_sequences in (3, 8):  # waves of one and of two prompts
         assert_alike(disturbed(fault)(engine, PROMPTS, seeds=SEEDS, **settings), expected)

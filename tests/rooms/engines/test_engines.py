@@ -13,7 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sampled import FREE, Model, assert_alike, assert_drawn, assert_frequencies, assert_routes, flat, randomness
+from sampled import (
+    FREE,
+    Model,
+    assert_alike,
+    assert_drawn,
+    assert_frequencies,
+    assert_routes,
+    embedded,
+    flat,
+    randomness,
+)
 from tiers import ci, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_ranks import PROMPTS, SEEDS, perturbed
@@ -39,13 +49,6 @@ LAYER_2 = "model.layers.2."
 QKV = [f"{LAYER_2}self_attn.{letter}_proj.weight" for letter in "qkv"]
 SURPLUS = "model.layers.7.mlp.gate.weight"
 EXPERTS = [f"{LAYER_2}mlp.experts.{e}.{part}_proj.weight" for e in range(16) for part in ("gate", "up", "down")]
-
-
-def embedded(model: Model | SimpleNamespace, stops: Iterable[int] = (), **options) -> TorchSampler:
-    """The embedded sampler with the weights of a model."""
-    engine = TorchSampler(model.arch, stop_tokens=set(stops), pad_token=0, **options)
-    engine.load_weights(model.tensors.items())
-    return engine
 
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]

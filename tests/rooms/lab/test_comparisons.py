@@ -263,7 +263,7 @@ train: {{steps: 3, checkpoint_every: 1}}
 def write_sweep(tmp_path: Path):
     """A sweep of random tiny models in tmp_path; its jobs take seconds."""
 
-    def write(seeds: list[int], resources: str = "{CPU: 1}", **variants: list[str]) -> Path:
+    def write(seeds: list[int], resources: str = "{CPU: 1}", **variants: dict) -> Path:
         (tmp_path / "tiny.yaml").write_text(CONFIG)
         folder = f"[train.out_dir={tmp_path / 'out'}, 'model.path={tmp_path / 'model'}{{seed}}', tiny_model.seed=0]"
         text = f"config: {tmp_path / 'tiny.yaml'}\nprocesses: 1\nseeds: {seeds}\nresources: {resources}\n"
@@ -275,15 +275,11 @@ def write_sweep(tmp_path: Path):
     return write
 
 
-def variant(*overrides: str) -> dict[str, list[str]]:
-    return {"overrides": list(overrides)}
-
-
 # ---------------------------------------------------------------- what a sweep is
 
 
 def test_every_variant_meets_every_seed_and_seeds_come_first(write_sweep) -> None:
-    variants = {name: variant(f"lora.rank={4 + place}") for place, name in enumerate("ab")}
+    variants = {name: {"overrides": [f"lora.rank={4 + place}"]} for place, name in enumerate("ab")}
     _, jobs = sweep.read_sweep(write_sweep([2, 1], **variants), ["train.steps=2"])
     assert [job.name for job in jobs] == ["a-seed2", "b-seed2", "a-seed1", "b-seed1"]
     cfg = jobs[-1].cfg
@@ -296,9 +292,7 @@ def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
 
 
 def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
-    _, (base, broken) = sweep.read_sweep(
-        write_sweep([3], base=variant(), broken=variant() | {"fault": "reversed_clip"}), []
-    )
+    _, (base, broken) = sweep.read_sweep(write_sweep([3], base={}, broken={"fault": "reversed_clip"}), [])
     assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
     assert broken.arguments[:2] == ["checks/planted_fault.py", "reversed_clip"]
 
@@ -314,7 +308,7 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
     ):
-        path = write_sweep([0, 1], a=variant(), b=variant("lora.rank=8"), c=variant() | {"fault": "reversed_clip"})
+        path = write_sweep([0, 1], a={}, b={"overrides": ["lora.rank=8"]}, c={"fault": "reversed_clip"})
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
         assert sweep.main([str(path), "--local"]) == 2
@@ -323,10 +317,10 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
 
 
 def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tmp_path: Path) -> None:
-    path, folder = write_sweep([0], base=variant()), tmp_path / "out" / "base-seed0-20300101-000000"
+    path, folder = write_sweep([0], base={}), tmp_path / "out" / "base-seed0-20300101-000000"
     folder.mkdir(parents=True)
     for content in (b"", b"[]", b"[" * 99999, b'"\xff"'):
-        (folder / "run.json").write_bytes(content)
+        (folder / "config.yaml").write_bytes(content)
         assert sweep.main([str(path), "--list"]) == 0
 
 
@@ -399,7 +393,7 @@ def jobs_of(tmp_path: Path) -> dict[str, dict]:
 
 def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write_sweep, scripted, tmp_path) -> None:
     """What is finished is not repeated, a tripwire is not tried again, and an earlier one in the same log is past."""
-    path = write_sweep([0, 1], "{CPU: 10000}", a=variant(), b=variant("lora.rank=8"))
+    path = write_sweep([0, 1], "{CPU: 10000}", a={}, b={"overrides": ["lora.rank=8"]})
     started, code = scripted(path, {"a-seed0": [1, 0], "b-seed0": [1, 1]}, "RuntimeError: lost\n")
     assert code == 1 and started == ["a-seed0", "a-seed0", "b-seed0", "b-seed0", "a-seed1", "b-seed1"]
     jobs = jobs_of(tmp_path)
@@ -408,7 +402,7 @@ def test_a_failed_job_is_tried_again_reported_and_does_not_stop_the_others(write
     assert scripted(path, {"b-seed0": [3, 0]}, "stopped: checks.entropy: gone\nW1120 torch\n")[0] == ["b-seed0"]
     assert scripted(path, {"b-seed0": [1, 0]}, "RuntimeError: lost\n") == (["b-seed0", "b-seed0"], 0)
     assert scripted(path, {}) == ([], 0)
-    other = write_sweep([0], a=variant("lora.rank=8"))
+    other = write_sweep([0], a={"overrides": ["lora.rank=8"]})
     assert scripted(other, {})[0] == ["a-seed0"]  # a run of another configuration does not count
 
 
@@ -427,13 +421,13 @@ def test_a_job_that_another_process_runs_is_left_alone(write_sweep, scripted, tm
     (tmp_path / "out" / "sweep-trial").mkdir(parents=True)
     with open(tmp_path / "out" / "sweep-trial" / "a-seed0.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert scripted(write_sweep([0], a=variant(), b=variant("lora.rank=8")), {}) == (["b-seed0"], 1)
+        assert scripted(write_sweep([0], a={}, b={"overrides": ["lora.rank=8"]}), {}) == (["b-seed0"], 1)
     assert "a-seed0: failed: another process trains it" in capsys.readouterr().err
 
 
 def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    path = str(write_sweep([0], resources="{CPU: 1, NPU: 16}", a=variant()))
+    path = str(write_sweep([0], resources="{CPU: 1, NPU: 16}", a={}))
     assert sweep.main([path]) == 2
     error = capsys.readouterr().err
     assert f"pip install {sweep.RAY}" in error and "--local" in error
@@ -460,7 +454,7 @@ def test_an_interrupted_sweep_ends_its_jobs_and_no_other_process(
     monkeypatch.setattr(sweep, "start_training", start_training)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        path = write_sweep([0, 1], "{CPU: 10000}", a=variant())
+        path = write_sweep([0, 1], "{CPU: 10000}", a={})
         assert sweep.main([str(path), "--local"]) == 130
         assert len(started) == 1 and started[0].returncode == 1 and foreign.poll() is None
     finally:
@@ -511,7 +505,7 @@ ON_RAY = pytest.param([], id="ray", marks=pytest.mark.skipif(not RAY_IS_THERE, r
 @pytest.mark.parametrize("how", [pytest.param(["--local"], id="local", marks=pytest.mark.nightly), ON_RAY])
 def test_a_killed_sweep_goes_on(how: list[str], write_sweep, tmp_path: Path) -> None:
     """The sweep, Ray, torchrun and the training are killed after a checkpoint; then the same command is given again."""
-    command = [sys.executable, "sweep.py", write_sweep([0], a=variant("train.steps=15")), *how]
+    command = [sys.executable, "sweep.py", write_sweep([0], a={"overrides": ["train.steps=15"]}), *how]
     with open(tmp_path / "log", "w") as log:
         sweeping = psutil.Popen(command, cwd=recorded.ROOT, stdout=log, stderr=log)
         while not [*tmp_path.glob("out/a-seed0-*/checkpoints/step-*")]:

@@ -46,7 +46,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Path, results: Path) -> None:
-    assert records.add([run], results) == results / "base-seed3.parquet"
+    assert report.main(["--results", str(results), "add", str(run)]) == 0
     steps = records.load(results).set_index("step")
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
         for line in read_lines(run / f"{file}.jsonl"):
@@ -114,7 +114,7 @@ def test_a_run_that_cannot_be_believed_is_refused_in_one_line_and_leaves_nothing
 def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(run: Path, results: Path) -> None:
     others = run.parent.with_name("others")
     first = recorded.make_run(others, "base-seed0", 0)
-    records.add([run, first], results, "sweep")
+    assert report.main(["--results", str(results), "add", str(run), str(first), "--id", "sweep"]) == 0
     content = (results / "sweep.parquet").read_bytes()
     other_settings = recorded.make_run(others, "base-seed1", 1, overrides=("optim.lr=2e-3",))
     same_seed = recorded.make_run(others, "base-seed4", 0)
@@ -373,9 +373,8 @@ def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path
 
 
 @pytest.mark.ci
-def test_the_pages_of_the_repository_follow_from_its_records() -> None:
-    """The numbers outside of the generated parts, too: those of the READMEs."""
-    assert pages.stale(ROOT / "results", ROOT / "RESULTS.md") == []
+def test_what_the_readmes_say_follows_from_the_records() -> None:
+    """The numbers of the READMEs outside of the generated parts, which report.py --check compares in .ci/run."""
     steps = records.load(ROOT / "results")
     ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "routed")}
     shown = [
@@ -463,13 +462,7 @@ def test_a_repeat_has_the_same_bytes_or_a_reason_or_is_a_defect(
     assert report.main(["compare", str(first), str(second)]) == code and said in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------- add, show and rerun
-
-
-def test_add_names_the_file(run: Path, results: Path) -> None:
-    adding = ["--results", str(results), "add", str(run)]
-    assert report.main([*adding, "--id", "mine"]) == 0 and (results / "mine.parquet").exists()
-    assert report.main(adding) == 2
+# ---------------------------------------------------------------- rerun
 
 
 def test_rerun_prints_checkout_weights_installation_and_command(project: Path, capsys) -> None:
