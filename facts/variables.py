@@ -1,9 +1,8 @@
 """The one table of what a run needs around it: environment variables, versions that belong together, builds.
 
 hardware/device.py and engines/ set and refuse variables by this table, and the doctor examines a machine by it. Tests
-compare it with launch/npu_env.sh, launch/cuda_env.sh, requirements/ and docs/npu.md. Each row names its source: a
-public document, or a repository with a version. The rows for NPU and CUDA come from these sources and have not run on
-one yet. No torch.
+compare it with launch/npu_env.sh, launch/cuda_env.sh and requirements/. Each row names its source: a public document,
+or a repository with a version. The rows for NPUs have not run on one yet. No torch.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The device that the code runs on: its choice, its start-up, and corrections of Megatron. Operations: kernels.py.
 
-Only the CPU has been run, and the Python code for the NPU on an imitation of the device (tests/support/fake_npu.py).
-CUDA has not been run. parallel_setup.open_world calls the start-up in this order, which matters: set_environment ->
-resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
+It has run on CPUs and on one GPU (docs/gpu.md); what is for the NPU has run on an imitation of the device only
+(tests/support/fake_npu.py). parallel_setup.open_world calls the start-up in this order, which matters: set_environment
+-> resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
 
 import contextlib

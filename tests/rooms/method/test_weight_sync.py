@@ -413,7 +413,7 @@ def arguments(kind: type, device: str, routed_experts: bool, adapter: object = N
 
 
 def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded_or_an_adapter_is_used() -> None:
-    """With whole experts a rank sees a part of the tokens, and vllm-ascend records this part (docs/npu.md).
+    """With whole experts a rank sees a part of the tokens, and vllm-ascend records this part.
 
     With an adapter it would exchange them in a way that cannot be captured in a graph.
     """
