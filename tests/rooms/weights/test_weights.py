@@ -523,10 +523,13 @@ def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_p
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert smol_model.main([str(folder)]) == 0 and "already made" in capsys.readouterr().out
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    (tmp_path / "thesis").touch()
-    assert smol_model.main([str(tmp_path)]) == 2
-    assert f"{tmp_path}: holds another model" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+    for name in ("thesis", smol_model.RECORD):  # the second one is of another recipe
+        other = tmp_path / name
+        other.mkdir()
+        (other / name).write_text("{}")
+        assert smol_model.main([str(other)]) == 2
+        assert f"{other}: holds another model" in capsys.readouterr().err
+        assert [path.name for path in other.iterdir()] == [name]
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
