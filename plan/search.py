@@ -140,12 +140,9 @@ def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
 # -------------------------------------------------------------------------------------------------------- other layouts
 
 
-def accepted(asked: Verdict, bases: Iterable[Config], counts: Iterable[int], setting: Setting) -> Iterator[Verdict]:
-    """The layouts of each of ``bases`` on each number of ranks that judge() accepts, those nearest to ``asked`` first.
-
-    The first base with its layouts comes first, and of one base the first number of ranks.
-    """
-    for base, ranks in itertools.product(bases, counts):
+def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setting) -> Iterator[Verdict]:
+    """The layouts that judge() accepts on so many ranks, of each base in turn those nearest to ``asked`` first."""
+    for base in bases:
         layouts = _candidates(base, ranks, setting.arch)
         for cfg in sorted(layouts, key=lambda new: _distance(asked.cfg, new)):
             verdict = judge(cfg, ranks, setting)
@@ -163,13 +160,13 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     recomputing = cfg.changed(model={"recompute": True})
     smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})
     bases, counts = (cfg, recomputing, smaller), _other_counts(refused.ranks, setting)
-    listed = list(itertools.islice(accepted(refused, bases, [refused.ranks], setting), LISTED))
+    listed = list(itertools.islice(accepted(refused, bases, refused.ranks, setting), LISTED))
     if listed and cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [verdict for verdict in unchanged if not verdict.reasons]
         listed = listed[: LISTED - 1] + new[:1]
     if not listed:
-        of_counts = (accepted(refused, bases, [count], setting) for count in counts)
+        of_counts = (accepted(refused, bases, count, setting) for count in counts)
         nearest = (next(verdicts, None) for verdicts in of_counts)
         listed = list(itertools.islice(filter(None, nearest), LISTED))
     return sorted(listed, key=lambda v: (v.ranks > refused.ranks, round(v.memory.peak / GIB, 1), v.times.total))
@@ -182,7 +179,7 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     of updates stays: with fewer of them a step is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
-    for verdict in accepted(asked, _variants(asked), [asked.ranks], setting):
+    for verdict in accepted(asked, _variants(asked), asked.ranks, setting):
         sampling = verdict.cfg.rollout
         split = f"{verdict.cfg.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
         if split not in best or verdict.times.total < best[split].times.total:
@@ -238,12 +235,12 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
     """Other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of two, whole nodes.
 
-    After a die has failed one of the next smaller ones is wanted.
+    After a die or a node has failed one of the next smaller ones is wanted.
     """
     node = setting.ranks_per_node
     power = 1 << ranks.bit_length()
     counts = {ranks // 4, ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks, power // 2, power, node, 2 * node}
-    counts |= {-(-ranks // node) * node, *range(ranks - SMALLER, ranks)}
+    counts |= {ranks - node, -(-ranks // node) * node, *range(ranks - SMALLER, ranks)}
     equal = (n for n in counts - {ranks} if n > 0 and (n <= node or n % node == 0))
     return sorted(equal, key=lambda n: (abs(math.log2(n / ranks)), -n))
 

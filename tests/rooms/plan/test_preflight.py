@@ -509,6 +509,11 @@ def test_a_plan_for_half_the_ranks_is_refuted_by_at_least_half_of_the_runs() -> 
     assert sum(refuted) >= len(RUNS) / 2
 
 
+def test_a_node_less_is_among_the_other_numbers_of_ranks() -> None:
+    """As after the loss of one of six nodes; neither a half nor a power of two has all that are left."""
+    assert 80 in search._other_counts(96, SimpleNamespace(ranks_per_node=16))
+
+
 def test_a_share_of_a_run_is_left_out_with_it() -> None:
     """The share that the pass of the old policy in SAPO reached is smaller than most others with experts."""
     without = medians([run for run in RUNS if run["name"] != "SAPO"])
