@@ -667,7 +667,7 @@ def by_trainer(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def served(expected: dict, echo: bool, answers: dict[str, list]) -> Iterator[str]:
-    """The address of a server with these log-probs a model. It has qkv.full and refuses to load it or an unknown one."""
+    """The address of a server with these log-probs a model. It has qkv.full, and refuses to load it or another one."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
