@@ -40,6 +40,7 @@ NO_MINDSPEED = "MINDSPEED_DIR names no checkout of MindSpeed"
 STEPS = {
     "train__steps": 3,
     "train__checkpoint_every": 2,
+    "eval__num_questions": 2,
     "parallel__timeout_seconds": 300,
     "optim__lr": 1e-3,
 }

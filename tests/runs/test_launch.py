@@ -297,6 +297,7 @@ def undisturbed(model, tmp_path_factory) -> list[dict]:
     return rows
 
 
+@pytest.mark.ci
 def test_a_lost_process_is_restarted_and_the_run_ends_the_same(model, undisturbed, tmp_path) -> None:
     """The process dies in the third step, which has no checkpoint; --max-restarts=1 resumes from the second step."""
     lost = apart.strike("die", 1, (Parallel, "sync_gradients_", 3))

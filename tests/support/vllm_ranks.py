@@ -1,7 +1,5 @@
 """Samples of vLLM on every rank of a world of two; each rank writes its results to a JSON file.
 
-    torchrun --nproc_per_node=2 tests/support/vllm_ranks.py OUT_DIR DENSE_MODEL_DIR MODEL_DIR [MODEL_DIR ...]
-
 Each model runs as one replica (tensor 2) and as two replicas (tensor 1), before and after a push of perturbed weights.
 Then the dense model runs in lockstep (lockstep_ranks.py).
 """
@@ -9,18 +7,15 @@ Then the dense model runs in lockstep (lockstep_ranks.py).
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import lockstep_ranks
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-import lockstep_ranks  # noqa: E402
-
-from engines.vllm_engine import VllmEngine  # noqa: E402
-from inputs import hf_config  # noqa: E402
+from engines.vllm_engine import VllmEngine
+from inputs import hf_config
 
 PROMPTS = [[5, 3, 99], [7], list(range(40, 61)), [1, 2, 3, 4], [token % 100 for token in range(322)]]
 SEEDS = [11, 12, 13, 14, 15]
@@ -63,7 +58,3 @@ def main(out_dir: str, dense: str, *model_dirs: str) -> None:
     summary = {"results": results, "ranks": total.item(), "shared": shared}
     Path(out_dir, f"{dist.get_rank()}.json").write_text(json.dumps(summary))
     lockstep_ranks.run(out_dir, dense)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

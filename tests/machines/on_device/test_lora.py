@@ -30,6 +30,8 @@ from knobs import LoraConfig
 from parallel_setup import Parallel
 from weights import adapter_weights, huggingface
 
+pytestmark = pytest.mark.xdist_group("on_device")  # the files that share the fixture `problem`
+
 # Of a gradient, relative to its largest element; measured 2e-6 on a CPU, on a device not yet.
 TOLERANCE = 1e-4 if Place.device.type == "cpu" else 1e-3
 LAYOUTS = world.TESTED

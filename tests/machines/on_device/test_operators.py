@@ -17,7 +17,7 @@ from checks import kernels_check
 from inputs import hf_config
 from inputs.config import load_config
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.xdist_group("on_device")]
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 SMALL = ["device=cpu", "optim.tokens_per_micro_batch=352", "rollout.max_new_tokens=24"]  # 4 rows of 88 tokens
 

@@ -28,7 +28,7 @@ from runlog.log import RunLog
 from runlog.progress import Heartbeat, StepTimer
 from weights.policy import Policy
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.xdist_group("on_device")]
 # What a layout does to gradients is in test_lora.py, in more of them.
 LAYOUTS = ["TP1", "EP2", ci("TP2_EP2_DP2"), *(nightly(name) for name in world.LAYOUTS if name not in world.FEW)]
 KIND = "qwen3_moe"

@@ -1,6 +1,6 @@
 """vLLM as the sampler: its caches, its layouts and its packages. test_engines.py has what holds for every engine.
 
-One world of one rank serves all tests here; two ranks run as vllm_ranks.py under torchrun.
+One world of one rank serves all tests here; two ranks, which vllm_ranks.py describes, are forked.
 Not covered: accelerators, several nodes.
 """
 
@@ -23,7 +23,8 @@ import published
 import pytest
 import reference
 import torch
-from launched import launch
+import vllm_ranks
+import world
 from lockstep_ranks import CALLS
 from sampled import DENSE, FREE, assert_alike, flat
 from source import ROOT
@@ -40,6 +41,82 @@ from inputs.config import load_config
 from weights.huggingface import fused_group
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
+
+
+# --------------------------------------------------------------------------------------------------- two ranks
+# They come first, because they are forked, and the engine of one rank opens a world in this process.
+
+
+REPLICATED = asked(["qwen2", nightly("qwen3"), nightly("qwen2_no_qkv_bias")])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sampled_models, vllm_imported, tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the output of two ranks of vllm_ranks.py beside the shared memory of a killed run."""
+    out = tmp_path_factory.mktemp("ranks")
+    dense = reference.save("qwen2_moe", tmp_path_factory.mktemp("dense"), **DENSE)
+    stale = [Path(STALE.format(rank=rank)) for rank in range(2)]
+    stale = [path for path in stale if not path.exists()]
+    for path in stale:
+        path.touch()
+    folders = [str(sampled_models(name).path) for name in REPLICATED]
+    try:
+        codes = world.as_torchrun(2, vllm_ranks.main, str(out), str(dense), *folders, log=out / "log")
+    finally:
+        for path in stale:
+            path.unlink()
+    assert codes[1] == 2, "its end is a failure of rank 1"
+    return out, (out / "log").read_text()
+
+
+def of_ranks(out: Path, name: str) -> list:
+    """What both ranks have written."""
+    return [json.loads((out / name.format(rank=rank)).read_text()) for rank in range(2)]
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(
+    sampled_models, two_ranks, tmp_path: Path
+) -> None:
+    """It leaves no shared memory behind."""
+    ranks = of_ranks(two_ranks[0], "{rank}.json")
+    assert [answer["ranks"] for answer in ranks] == [2.0, 2.0]
+    assert [answer["shared"] for answer in ranks] == [[], []]
+    for i, name in enumerate(REPLICATED):
+        start = sampled_models(name)
+        for j, model in enumerate((start, start.changed(perturbed(start.tensors), tmp_path / name))):
+            one, same = (rank["results"][4 * i + j] for rank in ranks)
+            replicas = [rank["results"][4 * i + 2 + j] for rank in ranks]
+            assert one == same  # both ranks of a replica hold all its answers
+            split = [replicas[place % 2][place // 2] for place in range(len(PROMPTS))]
+            for prompt, alone, shared in zip(PROMPTS, split, one, strict=True):
+                for (tokens, logp, routes), (tokens_2, logp_2, routes_2) in zip(alone, shared, strict=True):
+                    assert tokens == tokens_2 and np.array_equal(np.sort(routes), np.sort(routes_2))
+                    expected = reference.logp(model.hf, prompt, tokens)
+                    for found in (logp, logp_2):
+                        assert (torch.tensor(found) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(two_ranks) -> None:
+    """A dense model over two data ranks: more prompts, fewer, or none on one of them; then a rank that fails."""
+    out, text = two_ranks
+    answers = of_ranks(out, "lockstep_{rank}.json")
+    alone, together = ([rows[start : start + len(CALLS)] for rows in answers] for start in (0, len(CALLS)))
+    for rank in range(2):
+        assert [tokens for tokens, _ in together[rank]] == [tokens for tokens, _ in alone[rank]]
+        assert [len(tokens) for tokens, _ in together[rank]] == [len(call[rank]) for call in CALLS]
+    forwards = [[count for _, count in rows] for rows in together]
+    assert forwards[0] == forwards[1] and all(count > 0 for count in forwards[0])
+    assert [count for _, count in alone[0]] != [count for _, count in alone[1]]  # control: replicas stop when done
+    assert "rank 1: sample: prompt 0 is empty" in text and not list(out.glob("*.went_on"))
+
+
+# --------------------------------------------------------------------------------------------------- one rank
 
 
 @pytest.fixture
@@ -191,78 +268,3 @@ def test_recorded_routes_on_an_npu_need_a_version_or_a_runner_that_records_them(
         cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"replay.mode={mode}"])
         with pytest.raises(InputError, match=refused) if refused else contextlib.nullcontext():
             vllm_setup.check(cfg, arch, 16)
-
-
-# --------------------------------------------------------------------------------------------------- two ranks
-
-
-REPLICATED = asked(["qwen2", nightly("qwen3"), nightly("qwen2_no_qkv_bias")])
-
-
-@pytest.fixture(scope="module")
-def two_ranks(sampled_models, tmp_path_factory) -> tuple[Path, str]:
-    """The folder and the output of two ranks that run vllm_ranks.py beside the shared memory of a killed run."""
-    out = tmp_path_factory.mktemp("ranks")
-    dense = reference.save("qwen2_moe", tmp_path_factory.mktemp("dense"), **DENSE)
-    stale = [Path(STALE.format(rank=rank)) for rank in range(2)]
-    stale = [path for path in stale if not path.exists()]
-    for path in stale:
-        path.touch()
-    script, folders = (
-        Path(__file__).parents[2] / "support" / "vllm_ranks.py",
-        [sampled_models(name).path for name in REPLICATED],
-    )
-    try:
-        with launch(2, str(script), out, dense, *folders, log=out / "log") as ran:
-            assert ran.wait() != 0, "its end is a failure of rank 1"
-    finally:
-        for path in stale:
-            path.unlink()
-    return out, ran.text
-
-
-def of_ranks(out: Path, name: str) -> list:
-    """What both ranks have written."""
-    return [json.loads((out / name.format(rank=rank)).read_text()) for rank in range(2)]
-
-
-@pytest.mark.ci
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(
-    sampled_models, two_ranks, tmp_path: Path
-) -> None:
-    """It leaves no shared memory behind."""
-    ranks = of_ranks(two_ranks[0], "{rank}.json")
-    assert [answer["ranks"] for answer in ranks] == [2.0, 2.0]
-    assert [answer["shared"] for answer in ranks] == [[], []]
-    for i, name in enumerate(REPLICATED):
-        start = sampled_models(name)
-        for j, model in enumerate((start, start.changed(perturbed(start.tensors), tmp_path / name))):
-            one, same = (rank["results"][4 * i + j] for rank in ranks)
-            replicas = [rank["results"][4 * i + 2 + j] for rank in ranks]
-            assert one == same  # both ranks of a replica hold all its answers
-            split = [replicas[place % 2][place // 2] for place in range(len(PROMPTS))]
-            for prompt, alone, shared in zip(PROMPTS, split, one, strict=True):
-                for (tokens, logp, routes), (tokens_2, logp_2, routes_2) in zip(alone, shared, strict=True):
-                    assert tokens == tokens_2 and np.array_equal(np.sort(routes), np.sort(routes_2))
-                    expected = reference.logp(model.hf, prompt, tokens)
-                    for found in (logp, logp_2):
-                        assert (torch.tensor(found) - expected).abs().max() <= 1e-5
-
-
-@pytest.mark.ci
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_ranks_sample_in_lockstep_what_they_would_alone_and_end_together(two_ranks) -> None:
-    """A dense model over two data ranks: more prompts, fewer, or none on one of them; then a rank that fails."""
-    out, text = two_ranks
-    answers = of_ranks(out, "lockstep_{rank}.json")
-    alone, together = ([rows[start : start + len(CALLS)] for rows in answers] for start in (0, len(CALLS)))
-    for rank in range(2):
-        assert [tokens for tokens, _ in together[rank]] == [tokens for tokens, _ in alone[rank]]
-        assert [len(tokens) for tokens, _ in together[rank]] == [len(call[rank]) for call in CALLS]
-    forwards = [[count for _, count in rows] for rows in together]
-    assert forwards[0] == forwards[1] and all(count > 0 for count in forwards[0])
-    assert [count for _, count in alone[0]] != [count for _, count in alone[1]]  # control: replicas stop when done
-    assert "rank 1: sample: prompt 0 is empty" in text and not list(out.glob("*.went_on"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import multiprocessing
@@ -22,6 +23,7 @@ import training
 import world
 from breaking import cut
 from launched import launch
+from planting import after
 from safetensors.torch import load_file, save_file
 from tiers import asked, ci, nightly
 from torch import Tensor
@@ -361,19 +363,25 @@ QUESTION = "Tom has 14 shells and gives away 2. How many shells are left?"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("smol") / "model"
-    smol_model.make(made)
-    return made
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """The model's folder, and transformers' Llama of the GGUF file from which it was made, in float64.
+
+    The file is read once, which takes 20 seconds.
+    """
+    from transformers import LlamaForCausalLM
+
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        keep = after(LlamaForCausalLM, "from_pretrained", lambda model, *_: read.append(copy.deepcopy(model)) or model)
+        keep(patch)
+        smol_model.make(folder := tmp_path_factory.mktemp("smol") / "model")
+    (dense,) = read
+    return folder, dense.double()
 
 
 @pytest.fixture(scope="module")
-def dense():
-    """transformers' Llama of the GGUF file, in float64 but for its norms."""
-    from transformers import LlamaForCausalLM
-
-    path = smol_model.gguf_path()
-    return LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float64)
+def folder(made) -> Path:
+    return made[0]
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +405,8 @@ def prompt(folder: Path) -> list[int]:
 @needs_packages
 @torch.no_grad()
 @pytest.mark.ci
-def test_logits_are_those_of_the_dense_network_and_each_expert_matters(folder: Path, dense, routed) -> None:
+def test_logits_are_those_of_the_dense_network_and_each_expert_matters(made, routed) -> None:
+    folder, dense = made
     ids = torch.tensor([prompt(folder)])
     wanted = dense(ids).logits
     assert (routed(ids).logits - wanted).abs().max() < 1e-4
