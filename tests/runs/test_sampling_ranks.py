@@ -6,6 +6,7 @@ another one is lost, or with torchrun's (agents.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -14,10 +15,12 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import agents
 import apart
 import launched
+import live_bytes
 import planted
 import pytest
 import torch
@@ -29,14 +32,15 @@ from tiers import ci, nightly
 
 import rollout
 from facts import exits
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from inputs.config import to_yaml
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
+from rollout import Sampled
 from run import check, opening
 from run.bridge import Bridge
-from run.sampling_ranks import Apart, Samplers
+from run.sampling_ranks import Apart, Delivery, Samplers
 from weights import adapter_weights
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
@@ -329,6 +333,30 @@ def test_a_planted_fault_ends_the_run_and_is_named(name, model, tmp_path) -> Non
     ended = apart.run(4, cfg, tmp_path, apart.on(ranks, plant))
     assert 0 not in ended.codes and ended.codes[ended.first] == 3, (ended.codes, ended.text)
     assert f"stopped: {message}" in ended.text and "  look at: " in ended.text, ended.text
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, None),
+        ({"step": 4}, "step 4 got the rollout of step 5, which the policy after 2 steps sampled, with the questions"),
+        ({"version": 3}, "which the policy after 3 steps sampled, with the questions"),
+        ({"version": 3, "questions": [8, 7, 9]}, "which the policy after 3 steps sampled, without the questions"),
+        ({"questions": [8, 7, 9]}, "which the policy after 2 steps sampled, without the questions"),
+    ],
+)
+def test_a_rollout_of_another_step_policy_or_question_is_refused(found, said, monkeypatch) -> None:
+    """The step has two questions. The third one is of a second round of dynamic sampling."""
+    cfg = training.config(Path("model"), Path("out"), rollout__prompts_per_step=2)
+    right = {"step": 3, "version": 2, "questions": [7, 8, 9]} | found
+    questions = [SimpleNamespace(prompt=[token]) for token in right["questions"]]
+    batch = live_bytes.rollout_of(cfg)
+    delivery = Delivery(right["step"], right["version"], {}, Sampled(batch, [], [], questions, batch, 0, {}), {})
+    monkeypatch.setattr(Apart, "_receive_rollout", lambda self, what: (delivery, []))
+    drawn = SimpleNamespace(pick=lambda step, count: [SimpleNamespace(prompt=[7]), SimpleNamespace(prompt=[8])])
+    trainers = Apart(cfg, None, SimpleNamespace(questions=drawn), None, None)
+    with pytest.raises(Tripped, match=said) if said else contextlib.nullcontext():
+        trainers.sample(3)
 
 
 @pytest.mark.nightly

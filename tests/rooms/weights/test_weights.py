@@ -407,6 +407,7 @@ def prompt(folder: Path) -> list[int]:
 @pytest.mark.ci
 def test_logits_are_those_of_the_dense_network_and_each_expert_matters(made, routed) -> None:
     folder, dense = made
+    assert load_file(folder / "model.safetensors").keys() == tensor_shapes(hf_config.read(folder)).keys()
     ids = torch.tensor([prompt(folder)])
     wanted = dense(ids).logits
     assert (routed(ids).logits - wanted).abs().max() < 1e-4
