@@ -41,6 +41,7 @@ import parallel_setup
 from checks import adapter_check, groups, kernels_check, layers_check, sampling_check
 from checks.kernels_check import Case
 from checks.launched import Answer
+from facts.exits import InputError
 from hardware import kernels
 from hardware.device import DTYPES
 from inputs import hf_config
@@ -124,6 +125,12 @@ def test_the_exit_code_says_whether_all_were_right(monkeypatch):
     for right, code in ((True, 0), (False, 1)):
         monkeypatch.setattr(groups, "answer", lambda cfg, parallel, right=right: Answer(right, "", []))
         assert world.as_torchrun(1, groups.main, ["configs/tiny_cpu.yaml", "parallel.expert=1"]) == [code]
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused_by_name() -> None:
+    groups.refuse(ParallelConfig(tensor=2, expert=4), 4)
+    with pytest.raises(InputError, match="parallel.expert: 3 ranks of a group do not divide the 4"):
+        groups.refuse(ParallelConfig(tensor=2, expert=3), 4)
 
 
 @pytest.mark.nightly
@@ -313,6 +320,7 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
     assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
     assert 3000 < found["tokens"] <= 2 * 8 * 2 * 8 * 16 and len(found["gap_by_replica"]) == 2
     assert "first tokens that the same seeds give again: 1, 1; at least 0.9 expected" in text
+    assert text.count("; median gap of one's tokens at most") == 1
     assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 3
 
 
