@@ -266,6 +266,7 @@ def rounding(tmp_path_factory) -> tuple[dict[str, float], float]:
     return gaps, control
 
 
+@pytest.mark.slow
 def test_in_bf16_the_sampler_nearly_rounds_as_the_trainer_does_on_any_cpu(rounding) -> None:
     """Without instructions for bf16 kernels round apart: 5e-6 was measured, 2.5e-4 with quantised experts."""
     gaps, control = rounding

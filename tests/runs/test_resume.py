@@ -253,6 +253,7 @@ def test_a_policy_in_bf16_is_the_same_after_a_resume(sync, model, tmp_path) -> N
     assert_a_resume_repeats("EP2", model, tmp_path, bf16 | {"optim__prompts_per_update": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -144,6 +144,7 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
 # ------------------------------------------------------------------------------------------------ splits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_the_same_in_every_layout(layout, runs) -> None:
     training.assert_same_metrics(runs[layout], runs["TP1"])

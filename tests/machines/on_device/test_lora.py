@@ -74,6 +74,7 @@ def ranks(request, kind, everywhere) -> list[dict]:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
+@pytest.mark.slow
 @pytest.mark.device
 def test_gradients_and_their_norm_are_those_of_the_unsharded_model(ranks, references, kind):
     for rank in ranks:

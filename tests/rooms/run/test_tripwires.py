@@ -364,6 +364,7 @@ ON_SEVERAL_RANKS = {
 PLACES = [("TP1", "fp32"), ("DP2", "fp32"), ("TP1", "bf16"), ("EP2", "fp32"), ("TP1", "fp32"), ("TP2", "bf16")]
 
 
+@pytest.mark.slow
 def test_no_check_stops_an_unusual_but_legitimate_run_or_warns(model: Path, tmp_path: Path) -> None:
     """Off are `unparsable`, because a random model never answers in the right form, and `gradient_spike` and `entropy`,
     which concern bad training. Four tokens are too few for most answers to end."""
