@@ -37,7 +37,6 @@ from inputs.config import to_yaml
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
-from rollout import Sampled
 from run import check, opening
 from run.bridge import Bridge
 from run.sampling_ranks import Apart, Delivery, Samplers
@@ -351,7 +350,8 @@ def test_a_rollout_of_another_step_policy_or_question_is_refused(found, said, mo
     right = {"step": 3, "version": 2, "questions": [7, 8, 9]} | found
     questions = [SimpleNamespace(prompt=[token]) for token in right["questions"]]
     batch = live_bytes.rollout_of(cfg)
-    delivery = Delivery(right["step"], right["version"], {}, Sampled(batch, [], [], questions, batch, 0, {}), {})
+    sampled = rollout.Sampled(batch, [], [], questions, batch, 0, {})
+    delivery = Delivery(right["step"], right["version"], {}, sampled, {})
     monkeypatch.setattr(Apart, "_receive_rollout", lambda self, what: (delivery, []))
     drawn = SimpleNamespace(pick=lambda step, count: [SimpleNamespace(prompt=[7]), SimpleNamespace(prompt=[8])])
     trainers = Apart(cfg, None, SimpleNamespace(questions=drawn), None, None)

@@ -46,7 +46,6 @@ pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share
 # --------------------------------------------------------------------------------------------------- two ranks
 # They come first, because they are forked, and the engine of one rank opens a world in this process.
 
-
 REPLICATED = asked(["qwen2", nightly("qwen3"), nightly("qwen2_no_qkv_bias")])
 
 
