@@ -115,8 +115,13 @@ def sampled_models(tmp_path_factory) -> Callable:
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
-    """vLLM is imported in this process, so that no forked world imports it again, which takes 9 CPU seconds."""
+    """vLLM is imported in this process, so that no forked world imports it again, which takes 9 CPU seconds.
+
+    torch compiles its kernels without threads, as vLLM asks for by a variable. A test may have imported torch._inductor
+    before, which reads that variable at its import, and a forked rank would wait for threads that it does not have.
+    """
     import torch
+    import torch._inductor.config
 
     from engines.vllm_inside import surroundings_kept
     from facts import variables
@@ -125,6 +130,7 @@ def vllm_imported() -> None:
     with mock.patch.dict(os.environ, asked), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own deprecations
         from vllm import LLM  # noqa: F401
+    torch._inductor.config.compile_threads = 1
 
 
 @pytest.fixture(scope="module")

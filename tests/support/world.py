@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,7 @@ from hardware import device as devices
 from knobs import ParallelConfig
 
 LIMIT = 120  # seconds that launched ranks wait for each other
+ANSWER = 600  # seconds until a rank that does not answer is ended
 LAYOUTS = {  # name: (ranks, tensor, expert)
     "TP1": (1, 1, 1),
     "DP2": (2, 1, 1),
@@ -101,8 +103,8 @@ def run(ranks: int, function: Callable, *args) -> list:
         results = []
         try:
             for rank, (receiver, _) in enumerate(pipes):
-                if not receiver.poll(600):
-                    raise RuntimeError(f"rank {rank} gave no answer in 600 s")
+                if not receiver.poll(ANSWER):
+                    raise RuntimeError(f"rank {rank} gave no answer in {ANSWER} s")
                 try:
                     ok, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
@@ -200,6 +202,7 @@ def as_launched(variables: dict[str, str], log: Path | None, function: Callable,
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    faulthandler.dump_traceback_later(ANSWER, exit=True, file=2)  # until a heartbeat of the product takes it over
     exit_with(lambda: function(*args) or 0, failed=1)
 
 
