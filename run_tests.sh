@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt, smol.txt and, aside,
-# trackers.txt. The first one with --all adds serve.txt, a newer Megatron and torch_npu.
+# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt and smol.txt. In
+# folders of their own, the first one with --ci or --all adds trackers.txt, and with --all serve.txt, a newer Megatron
+# and torch_npu.
 #
 #   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/rooms/method/test_grpo.py
 #
@@ -45,9 +46,12 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
     mv "$unfinished" "$1"
 }
 
-install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt
+# Other tests import none of these.
+if [[ " $* " = *" --ci "* || " $* " = *" --all "* ]]; then
+    install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt
+fi
 
-if [[ " $* " = *" --all "* ]]; then   # other tests import none of these
+if [[ " $* " = *" --all "* ]]; then
     install_aside "$SERVE_DIR" --requirement requirements/serve.txt
 
     # The wheel is tagged for Python 3.12, but all files of it that the tests import are plain Python, which 3.11 runs, too. It

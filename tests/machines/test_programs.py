@@ -177,6 +177,7 @@ def ended(pid: str) -> bool:
 HANGS = "sleep 600 & echo $! >child; echo stands still; wait"
 
 
+@pytest.mark.ci
 def test_a_stage_that_does_not_end_is_ended_with_its_processes_at_its_limit(hour) -> None:
     (hour.folder / "doctor").write_text(HANGS)
     code, ran, _ = hour.start(MINUTES="0.1")

@@ -604,6 +604,7 @@ def test_the_list_for_cuda_has_the_versions_of_its_table_and_of_the_cpu_tests() 
     assert {"triton", "flashinfer-python", "nvidia-nccl-cu13"} <= cuda.keys()  # --no-deps installs nothing else
 
 
+@pytest.mark.ci
 def test_the_trackers_need_nothing_beyond_their_list_and_that_of_the_npu(tracker_packages: str) -> None:
     """The packages of the training come before their folder, so its versions count.
 

@@ -25,7 +25,7 @@ import training
 import world
 from planting import Plant
 from saved import config_in
-from tiers import nightly
+from tiers import ci, nightly
 
 import parallel_setup
 import train_grpo
@@ -41,7 +41,7 @@ from runlog.progress import Heartbeat
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
-@pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ("hang", 6, STALLED)])
+@pytest.mark.parametrize(("fault", "stall", "code"), [("raise", 0, 1), ci("hang", 6, STALLED)])
 def test_a_rank_that_fails_or_hangs_ends_all_ranks(fault, stall, code, model, tmp_path) -> None:
     """The launcher notices that a rank has ended. A rank that stands still ends itself, and so does one that waits for
     it; parallel.timeout_seconds would be too late for this test."""

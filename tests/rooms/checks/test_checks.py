@@ -324,6 +324,7 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
     assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 3
 
 
+@pytest.mark.ci
 def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) -> None:
     """In fp32 the trainer has a copy of its own, so its log-probs show it."""
     codes, found, _ = checked(tmp_path, planted.FAULTS["one expert is pushed without its update"], "fp32")

@@ -49,6 +49,7 @@ def log_steps(log: RunLog, first: int, end: int) -> None:
     assert [*log.trackers.open] == [*log.cfg.train.trackers]
 
 
+@pytest.mark.ci
 def test_a_resumed_run_is_shown_under_one_id_without_secrets(
     tmp_path: Path, monkeypatch: MonkeyPatch, tracker_packages: str
 ) -> None:
