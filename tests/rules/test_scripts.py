@@ -213,6 +213,7 @@ def test_changed_pins_or_a_vanished_interpreter_make_the_environment_anew(checko
     assert checkout.calls("-m venv")
 
 
+@pytest.mark.ci
 def test_environment_of_an_install_that_was_killed_is_made_anew(checkout: Checkout) -> None:
     (checkout.root / "calls").touch()
     with checkout.start("run_cpu.sh", STUB_PIP_SECONDS="4") as killed:

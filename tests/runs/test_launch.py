@@ -175,6 +175,7 @@ def end_of_a_wait(wait: str, seconds: int) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=launched.ROOT, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.ci
 def test_a_process_that_stalls_in_code_that_holds_the_lock_of_python_ends_with_its_stack() -> None:
     """No thread of Python runs meanwhile, so neither place nor exit code are those of the heartbeat."""
     ended = end_of_a_wait("time.sleep(1.5); ctypes.PyDLL(None).sleep(600)", 2)

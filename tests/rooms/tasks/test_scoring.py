@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from saved import config_in
+from tiers import ci
 
 import data_gsm8k
 import grpo
@@ -335,7 +336,7 @@ def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_complet
     [
         ("crash", "KeyError: 'level'; question 'How many?', completion 'hang'"),
         ("endless", "took more than 3 s and was ended; question 'How many?'"),  # inside C code, which holds the GIL
-        ("sleeps", "took more than 3 s and was ended"),
+        ci("sleeps", "took more than 3 s and was ended"),
         ("ends", "ended its process (exit code 3)"),
         ("not_finite", "returned nan; needed: a finite number"),
         ("text", "returned 'good'; needed: a number, or (number, answer found, correct)"),
