@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -159,9 +159,13 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
     """Exit codes of forked processes that run ``function(*args)`` with the variables that torchrun sets.
 
     The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
+    One that does not end is killed.
     """
     processes = start_as_torchrun(ranks, function, *args, log=log)
+    end = time.monotonic() + ANSWER
     for process in processes:
+        process.join(max(0, end - time.monotonic()))
+        process.kill()
         process.join()
     return [process.exitcode for process in processes]
 
@@ -202,7 +206,6 @@ def as_launched(variables: dict[str, str], log: Path | None, function: Callable,
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    faulthandler.dump_traceback_later(ANSWER, exit=True, file=2)  # until a heartbeat of the product takes it over
     exit_with(lambda: function(*args) or 0, failed=1)
 
 
