@@ -46,7 +46,7 @@ install_aside() {  # $1: folder; the rest: options of pip, and the package
     mv "$unfinished" "$1"
 }
 
-# Other tests import none of these.
+# Only tests of these tiers import these packages.
 if [[ " $* " = *" --ci "* || " $* " = *" --all "* ]]; then
     install_aside "$TRACKERS_DIR" --requirement requirements/trackers.txt
 fi

@@ -159,7 +159,7 @@ def as_torchrun(ranks: int, function: Callable, *args, log: Path | None = None) 
     """Exit codes of forked processes that run ``function(*args)`` with the variables that torchrun sets.
 
     The result of the function is the exit code, and its output goes to ``log``. If one process fails, the others go on.
-    One that does not end is killed.
+    One that does not end in ANSWER seconds is killed.
     """
     processes = start_as_torchrun(ranks, function, *args, log=log)
     end = time.monotonic() + ANSWER
