@@ -37,7 +37,7 @@ on_ranks=("$VENV/bin/python" launch/first_code.py --standalone --local-addr=loca
 
 measure() {  # $1: folder of a model
     "${on_ranks[@]}" evaluate.py configs/smol.yaml model.path="$1" data.source=gsm8k data.train_path="$GSM8K" \
-        data.test_path="$GSM8K" data.max_prompt_tokens=1024 rollout.max_new_tokens=128 \
+        data.test_path="$GSM8K" data.max_prompt_tokens=896 rollout.max_new_tokens=128 \
         eval.num_questions="$GSM8K_QUESTIONS" eval.samples=0 | tail -n 1   # after the notes
 }
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from source import FILES, OPTIONAL, PACKAGE, REPORTING, ROOT, imports, pins
 
+from inputs.config import load_config
 from knobs import Config
 
 # ---------------------------------------------------------------------------------------------------- imports and names
@@ -218,6 +219,9 @@ def test_documented_commands_name_scripts_options_and_keys_that_exist() -> None:
                 each for each in (sections[section], *get_args(sections[section])) if hasattr(each, "model_fields")
             ]
             assert key in kinds[0].model_fields, f"{line}: {section}.{key}: no such key"
+        config = re.search(r"configs/\w+\.yaml", line)
+        if config and script.suffix == ".py":  # raises what the command would refuse
+            load_config(ROOT / config[0], re.findall(r"(?<= )[a-z_]+\.[a-z_]+=\S+", line))
 
 
 @pytest.mark.parametrize("command", ["report", "sweep", "train_grpo", "preflight", "export", "evaluate"])

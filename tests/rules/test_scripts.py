@@ -305,6 +305,8 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
     assert check.endswith(" configs/smol.yaml model.path=models/smollm2_moe train.steps=3 --check --ranks 2")
     assert " evaluate.py configs/smol.yaml model.path=models/smollm2_moe data.source=gsm8k " in before
     assert " data.test_path=//files/test.jsonl " in before and " eval.num_questions=64 " in before
+    config, *overrides = before.partition(" evaluate.py ")[2].split()
+    load_config(ROOT / config, overrides)  # raises what evaluate.py would refuse
     assert train.endswith(" train_grpo.py configs/smol.yaml model.path=models/smollm2_moe train.steps=3")
     merged = export.split("--merged ")[1]
     assert export.startswith("export.py out/RUN --merged") and not Path(merged).parent.exists()
