@@ -376,10 +376,10 @@ def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path
 def test_what_the_readmes_say_follows_from_the_records() -> None:
     """The numbers of the READMEs outside of the generated parts, which report.py --check compares in .ci/run."""
     steps = records.load(ROOT / "results")
-    ends = {name: comparisons.gain(steps, name) for name in ("baseline", "control", "routed")}
+    ends = {name: comparisons.gain(steps, name) for name in ("headline", "control", "routed")}
     shown = [
         f"{100 * share:.1f}"
-        for name, places in (("baseline", (0, 1)), ("control", (1,)), ("routed", (0, 1)))
+        for name, places in (("headline", (0, 1)), ("control", (1,)), ("routed", (0, 1)))
         for share in (ends[name][place] for place in places)
     ]
     for page in ("README.md", "README.zh.md"):
