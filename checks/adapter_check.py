@@ -205,13 +205,15 @@ def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: 
     }
     near = {name: (got - values).abs().mean().item() for name, values in answers.items()}
     within = [name for name in near if near[name] <= tolerance]
-    nearest = min((name for name in near if name != "right"), key=lambda name: near[name])
+    alike = [name for name in known["faults"] if (answers[name] - right).abs().mean() <= tolerance]
+    nearest = min((name for name in near if name not in ("right", *alike)), key=lambda name: near[name])
     if not got.isfinite().all():
         verdict, remark = "wrong", "not finite"
     elif "right" in within and near["right"] * 2 > near[nearest]:
         verdict, remark = "unclear", f"as near to: {nearest}"
     elif "right" in within:
         verdict, remark = "applied", f"effect {(right - base).abs().mean().item():.2f}"
+        remark += f"; too near to tell: {', '.join(alike)}" * bool(alike)
     elif "base" in within:
         verdict, remark = "ignored", "the base" + (", bit for bit" if torch.equal(got, base_got) else "")
     elif within:

@@ -157,6 +157,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "routed experts only": only(r"\.experts\."),
         "all but dense and shared MLP": only(r"\.self_attn\.|\.experts\.|\.gate$"),
         "first half of the experts only": only(rf"^(?!.*\.experts\.)|\.experts\.({half})\."),
+        "all but the first expert": only(r"^(?!.*\.experts\.0\.)"),
+        "all but the last expert": only(rf"^(?!.*\.experts\.{arch.num_experts - 1}\.)"),
         "gate without up": only(r"(?<!up_proj)$"),
         "up without gate": only(r"(?<!gate_proj)$"),
         "fc1 without fc2": only(r"(?<!down_proj)$"),

@@ -589,12 +589,20 @@ def shifted(name: str, tensor: Tensor) -> Tensor:
     return tensor.roll(RANK, 0) if "lora_A" in name else tensor.unflatten(1, (RANK, -1)).roll(1, 2).flatten(1)
 
 
+def without_the_last(name: str, tensor: Tensor) -> Tensor:
+    """The stack of all experts with a B of zeros for the last of them."""
+    if "experts" not in name or "lora_A" in name:
+        return tensor
+    return tensor.unflatten(1, (RANK, -1)).index_fill(2, torch.tensor([EXPERTS - 1]), 0).flatten(1)
+
+
 WRONG: dict[str, tuple[str, dict, Callable[[str, Tensor], Tensor], str, str]] = {
     # name: (probe, changes of adapter_config.json, of each factor, verdict, remark)
     "right": ("all.stack", {}, lambda name, x: x, "applied", "effect"),
     "alpha": ("all.stack", {"lora_alpha": RANK * probes.ALPHA}, lambda name, x: x, "wrong", "scale alpha instead of"),
     "rslora": ("all.stack", {"use_rslora": True}, lambda name, x: x, "wrong", "scale alpha / sqrt R"),
     "shifted": ("all.stack", {}, shifted, "wrong", "experts shifted by one"),
+    "one_expert": ("experts_fc1.stack", {}, without_the_last, "wrong", "all but the last expert"),
     "neighbour": (
         "qkv.full", {}, lambda name, x: swapped(x, 0) if "lora_B" in name else x, "wrong", "neighbouring TP2 shard"
     ),
