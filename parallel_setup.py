@@ -19,7 +19,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,16 +98,6 @@ def report(rank: int, message: str, late: bool = False) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-
-
-def lost_others(error: BaseException) -> bool:
-    """Whether ``error`` comes from a collective, so that perhaps another rank has ended.
-
-    gloo and HCCL raise a plain RuntimeError, in words of their own; so only the place where it was raised tells.
-    """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    collectives = "torch.distributed", "run.bridge"  # which has groups of its own
-    return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith(collectives)
 
 
 # ------------------------------------------------------------------------------------------------ device and world

@@ -201,7 +201,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 def check(results: Path, page: Path, revision: str) -> int:
     """Print every fault of the records and the pages.  -> exit code"""
     faults = changed_records(results, revision) + pages.stale(results, page)
-    said = "\n".join(faults) or f"{page}: what the records in {results} say"
+    said = "\n".join(faults) or f"{page}: agrees with the records in {results}"
     print(said, file=sys.stderr if faults else sys.stdout)
     return int(bool(faults))
 

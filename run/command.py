@@ -94,8 +94,18 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
             cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
             parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
             return InputError.exit_code
-        lost = parallel_setup.lost_others(error)
+        lost = lost_others(error)
         hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
         parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)
         return 1
     return 0
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether ``error`` comes from a collective, so that perhaps another rank has ended.
+
+    gloo and HCCL raise a plain RuntimeError, in words of their own; so only the place where it was raised tells.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    collectives = "torch.distributed", "run.bridge"  # which has groups of its own
+    return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith(collectives)
