@@ -386,6 +386,9 @@ def test_what_the_readmes_say_follows_from_the_records() -> None:
         text = (ROOT / page).read_text()
         block = next(block for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) if "accuracy" in block)
         assert re.findall(r"([\d.]+) ?%", text.replace(block, "")) == shown, page
+        (named,) = re.findall(r"\b\w+-seed\d\b", text)
+        (result,) = steps.loc[steps["id"] == named, "record/result"].dropna()
+        assert block.endswith(f"{result}\n"), page
 
 
 def test_every_metric_of_a_run_is_in_the_glossary() -> None:
