@@ -196,14 +196,14 @@ def measure(cfg: Config) -> dict:
     """
     cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     scorer = Scorer(cfg.reward)  # before the device
-    parallel_setup.start_device(cfg)  # before the tokenizer imports transformers
+    parallel_setup.start_device(cfg.device, cfg.train)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     factory.check_engine(cfg, arch, parallel_setup.launched_world_size())
     sets = {"": cfg.data} | data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
-    with parallel_setup.open_world(cfg) as device:
+    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
         alone = ParallelConfig(timeout_seconds=cfg.parallel.timeout_seconds)  # every rank has its own questions
         read = {"the configuration": cfg.model_dump_json(), "config.json of model.path": repr(arch)}
         for name, part in held_out.items():

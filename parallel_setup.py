@@ -33,7 +33,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from inputs.files import MOST_RANKS, one_line, print_every_letter, shown, variable
 from inputs.rules import Side
-from knobs import Config, ParallelConfig
+from knobs import ParallelConfig, TrainConfig
 
 # ------------------------------------------------------------------------------------------------ the process
 
@@ -103,30 +103,32 @@ def report(rank: int, message: str, late: bool = False) -> None:
 # ------------------------------------------------------------------------------------------------ device and world
 
 
-def start_device(cfg: Config) -> torch.device:
-    """The device of this process, with its libraries imported and adapted; InputError if it cannot be used.
+def start_device(name: str, train: TrainConfig) -> torch.device:
+    """The device that ``name`` means here, with its libraries imported and adapted; InputError if it cannot be used.
 
     Call it before the first import of transformers.
     """
-    devices.set_environment(cfg.device, cfg.train.deterministic)
-    device = devices.resolve(cfg.device)
+    devices.set_environment(name, train.deterministic)
+    device = devices.resolve(name)
     devices.adapt(device)
     return device
 
 
 @contextlib.contextmanager
-def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
-    """The device of this process, selected, in a world of all ranks, or of ``side``, that is closed at the end.
+def open_world(
+    name: str, train: TrainConfig, parallel: ParallelConfig, side: Side | None = None
+) -> Iterator[torch.device]:
+    """The device that ``name`` means here, in a world of all ranks, or of ``side``, that is closed at the end.
 
     Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an
     exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
     """
     torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
-    device = start_device(cfg)
+    device = start_device(name, train)
     devices.select(device)
-    if cfg.train.deterministic:
+    if train.deterministic:
         devices.make_deterministic(device)
-    limit = datetime.timedelta(seconds=cfg.parallel.timeout_seconds)
+    limit = datetime.timedelta(seconds=parallel.timeout_seconds)
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     where = {"init_method": "env://"} if "RANK" in os.environ else alone
     try:
@@ -139,8 +141,8 @@ def open_world(cfg: Config, side: Side | None = None) -> Iterator[torch.device]:
             f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # then a C++ stack
         ) from None
     # Before they decide which groups a rank makes.
-    refuse_unequal({"the section parallel of the configuration": cfg.parallel.model_dump_json()})
-    torch.manual_seed(cfg.train.seed)  # the method draws from generators of its own; this is for everything else
+    refuse_unequal({"the section parallel of the configuration": parallel.model_dump_json()})
+    torch.manual_seed(train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()
     dist.destroy_process_group()

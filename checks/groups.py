@@ -15,8 +15,9 @@ from torch import Tensor
 from checks import launched
 from facts.exits import InputError
 from hardware import device as devices
+from inputs.rules import side_of
 from knobs import Config, ParallelConfig
-from parallel_setup import Parallel, launched_rank
+from parallel_setup import Parallel, launched_rank, launched_world_size
 from run.bridge import Bridge
 from runlog.log import RunLog
 from runlog.progress import Heartbeat
@@ -144,7 +145,8 @@ def refuse(parallel: ParallelConfig, ranks: int) -> None:
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = measure(parallel)
     if cfg.rollout.ranks:
-        bridge = Bridge(cfg)
+        side = side_of(cfg, launched_world_size(), launched_rank())
+        bridge = Bridge(side, cfg.train, cfg.parallel)
         # The heartbeat ends a wait without progress.
         bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))
         own_rows = measure_bridge(bridge, ELEMENTS[parallel.device.type])

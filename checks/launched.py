@@ -52,7 +52,8 @@ def ask(
         cfg = config.load_config(args.config, args.overrides)
         side = side_of(cfg, parallel_setup.launched_world_size(), rank)
         refuse(side.cfg, side.ranks)
-        with parallel_setup.open_world(cfg, side if side.name else None) as device:
+        own = side if side.name else None
+        with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, own) as device:
             right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
             if rank == side.first:
                 print(f"{side.name}: {text}" if side.name else text, flush=True)

@@ -8,12 +8,12 @@ import torch
 
 from engines.interface import Engine
 from facts.architectures import Architecture
-from knobs import Config
+from knobs import Config, RolloutConfig
 
 
 def check_engine(cfg: Config, arch: Architecture, ranks: int) -> None:
     """Raise InputError if the engine cannot run this configuration, or is not installed for it."""
-    _engine_module(cfg).check(cfg, arch, ranks)
+    _engine_module(cfg.rollout).check(cfg, arch, ranks)
 
 
 def open_engine(
@@ -28,8 +28,8 @@ def open_engine(
 
     ``beat`` is called for every decoded token of a batch of rows.
     """
-    return _engine_module(cfg).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
+    return _engine_module(cfg.rollout).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
 
 
-def _engine_module(cfg: Config) -> Any:
-    return importlib.import_module(cfg.rollout.kind.module)
+def _engine_module(rollout: RolloutConfig) -> Any:
+    return importlib.import_module(rollout.kind.module)

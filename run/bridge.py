@@ -15,9 +15,9 @@ from torch import Tensor
 
 import lora_megatron
 from facts.exits import InputError, Tripped
-from inputs.rules import Side, side_of
-from knobs import Config
-from parallel_setup import launched_rank, launched_world_size
+from inputs.rules import Side
+from knobs import ParallelConfig, TrainConfig
+from parallel_setup import launched_rank
 from runlog.progress import Heartbeat
 from weights import adapter_weights
 from weights.policy import Policy
@@ -30,12 +30,11 @@ class Bridge:
 
     heartbeat: Heartbeat  # from `open` on
 
-    def __init__(self, cfg: Config) -> None:
-        """InputError if no rank is left to train."""
-        self.side: Side = side_of(cfg, launched_world_size(), launched_rank())
-        self.samples, self.rank = self.side.name == "samplers", launched_rank() - self.side.first
+    def __init__(self, side: Side, train: TrainConfig, parallel: ParallelConfig) -> None:
+        """``side``: that of this rank."""
+        self.side, self.samples, self.rank = side, side.name == "samplers", launched_rank() - side.first
         # A side may work for longer than a collective may last. The heartbeat ends a wait without progress.
-        limit = {"days": 365} if cfg.train.stall_seconds else {"seconds": cfg.parallel.timeout_seconds}
+        limit = {"days": 365} if train.stall_seconds else {"seconds": parallel.timeout_seconds}
         self.limit = datetime.timedelta(**limit)
         self.pair: Any = None  # the group of the two ranks 0
         self.within: Any = None  # the group of this side

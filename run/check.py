@@ -22,9 +22,9 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
 from inputs import functions, hf_config
-from inputs.config import to_dict, to_yaml
+from inputs.config import to_dict
 from inputs.rules import problems, refuse_first, sides
-from knobs import Config, RewardConfig
+from knobs import Config, DataConfig, EvalConfig, LossConfig, RewardConfig, TinyModelConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
@@ -63,7 +63,7 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
         devices.resolve(cfg.device)
     functions.try_out(cfg.loss, cfg.rollout)
     check_writable("train.out_dir", Path(cfg.train.out_dir))
-    if is_to_be_made(cfg):
+    if is_to_be_made(Path(cfg.model.path), cfg.tiny_model, cfg.data, cfg.row_tokens):
         check_writable("model.path", Path(cfg.model.path))
         arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     else:
@@ -77,11 +77,9 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
     return arch
 
 
-def is_to_be_made(cfg: Config) -> bool:
-    """Whether model.path is a tiny model that is not there yet. InputError if something else is there."""
-    if cfg.tiny_model is None:
-        return False
-    return not tiny_model.exists(Path(cfg.model.path), tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens))
+def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, row_tokens: int) -> bool:
+    """Whether ``folder`` is for a tiny model that is not there yet. InputError if something else is there."""
+    return tiny is not None and not tiny_model.exists(folder, tiny_model.recipe(tiny, data, row_tokens))
 
 
 def read_inputs(
@@ -126,18 +124,18 @@ def read_inputs(
     return Inputs(arch, tokenizer, stop_tokens, questions, held_out, scorer)
 
 
-def check_answers(cfg: Config, scorer: Scorer) -> None:
+def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
     """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise.
 
     A reward in processes of its own may be slow, so each rank checks its share of the answers.
     """
-    if not cfg.reward.check_gold:
+    if not reward.check_gold:
         return
     first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
-    sets = {"held-out": cfg.data, **data_gsm8k.of_sets(cfg.data, cfg.eval.sets)}
-    for kind, data, split in [("training", cfg.data, "train"), *((name, data, "test") for name, data in sets.items())]:
+    sets = {"held-out": train, **data_gsm8k.of_sets(train, evaluation.sets)}
+    for kind, data, split in [("training", train, "train"), *((name, data, "test") for name, data in sets.items())]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
-        answers = [right_answer(cfg.reward, cfg.data.instruction, row) for row in rows]
+        answers = [right_answer(reward, train.instruction, row) for row in rows]
         scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
         wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
         if wrong:
@@ -148,20 +146,20 @@ def check_answers(cfg: Config, scorer: Scorer) -> None:
             )
 
 
-def check_functions(cfg: Config, scorer: Scorer) -> None:
+def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
     """InputError unless the user's functions repeat themselves and treat all rows alike.
 
     Whether they reward the right thing cannot be judged here.
     """
-    if cfg.reward.function:
-        rows = data_gsm8k.read(cfg.data, "train")[0][:SCORED_TWICE]
+    if reward.function:
+        rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
         calls = [Call(row.answer, row.gold, row.columns) for row in rows]
         if scorer(calls) != scorer(calls[::-1])[::-1]:
             raise InputError(
-                f"reward.function: {cfg.reward.function} scores an answer differently in two calls; needed: a score "
+                f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
                 "that depends on its arguments alone"
             )
-    functions.compare_orders(cfg.loss)
+    functions.compare_orders(loss)
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
@@ -183,10 +181,10 @@ def report(cfg: Config, ranks: int) -> str:
         elsewhere = f"not judged: the device and the engine on it ({error})\n"
     with contextlib.closing(Scorer(cfg.reward)) as scorer, tempfile.TemporaryDirectory() as temporary:
         arch = check_settings(cfg, ranks, with_device=not elsewhere)
-        check_answers(cfg, scorer)
-        check_functions(cfg, scorer)
+        check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
+        check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
         model = cfg.model.path
-        if is_to_be_made(cfg):
+        if is_to_be_made(Path(cfg.model.path), cfg.tiny_model, cfg.data, cfg.row_tokens):
             making = f"model: {model} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
             model = temporary
             config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
@@ -289,10 +287,10 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
     return warnings
 
 
-def texts(cfg: Config, inputs: Inputs) -> dict[str, str]:
+def texts(settings: str, inputs: Inputs) -> dict[str, str]:
     """What all ranks must have read alike, each from the files of its own node."""
     return {
-        "the configuration": to_yaml(cfg),
+        "the configuration": settings,
         "config.json of model.path": repr(inputs.arch),
         "the training questions as prompts": inputs.questions.as_read(),
         **{

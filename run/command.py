@@ -8,6 +8,7 @@ import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
 from inputs.files import MOST_RANKS, one_line
+from inputs.rules import side_of
 from knobs import Config
 from plan import doctor
 from run import check, opening, sampling_ranks
@@ -22,23 +23,25 @@ from weights import tiny_model
 
 def start(cfg: Config, train: Callable[[Run], None]) -> None:
     """Check the input, start the device, join the other ranks, and ``train``."""
-    log = RunLog(cfg, parallel_setup.launched_rank())
-    bridge = Bridge(cfg) if cfg.rollout.ranks else None
+    rank = parallel_setup.launched_rank()
+    log = RunLog(cfg, rank)
+    side = side_of(cfg, parallel_setup.launched_world_size(), rank) if cfg.rollout.ranks else None
+    bridge = Bridge(side, cfg.train, cfg.parallel) if side else None
     heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
     progress.end_on_signals(log.reached, log.note)
     scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
     try:
-        parallel_setup.start_device(cfg)
+        parallel_setup.start_device(cfg.device, cfg.train)
         heartbeat.beat("the start of the device")
         ranks = parallel_setup.launched_world_size()
         arch = check.check_settings(cfg, ranks)
-        check.check_answers(cfg, scorer)
+        check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         doctor.quick(cfg)
         heartbeat.beat("the checks of the settings")
-        side, samples = (bridge.side, bridge.samples) if bridge else (None, False)
+        samples = bridge is not None and bridge.samples
         with contextlib.ExitStack() as world:
             with heartbeat.waiting():
-                device = world.enter_context(parallel_setup.open_world(cfg, side))
+                device = world.enter_context(parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, side))
             if cfg.tiny_model is not None and not samples:
                 tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, heartbeat.beat)
             if bridge:

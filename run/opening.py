@@ -21,7 +21,7 @@ import rollout
 from data_gsm8k import Question
 from engines.interface import Completion
 from hardware import device as devices
-from inputs.config import changes_at_resume, to_dict
+from inputs.config import changes_at_resume, to_dict, to_yaml
 from inputs.files import disk_errors
 from knobs import Config
 from lab import curves
@@ -201,7 +201,7 @@ def open_run(
 ) -> Run:
     """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
     with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
-        read = parallel_setup.refuse_unequal(texts(cfg, inputs))
+        read = parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
     saved = agreed_checkpoint(cfg, parallel, heartbeat)
     first_step = saved.step if saved else 0
     ranks = parallel.world_size + cfg.rollout.ranks

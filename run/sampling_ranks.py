@@ -17,7 +17,7 @@ import torch.distributed as dist
 import parallel_setup
 from engines.interface import Completion
 from facts.exits import Tripped
-from inputs.config import is_due
+from inputs.config import is_due, to_yaml
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
@@ -185,7 +185,7 @@ def open_samplers(cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs:
     # vLLM takes its place in the world of these ranks from the variables of torchrun, which counted all ranks.
     os.environ |= {"RANK": str(parallel.rank), "WORLD_SIZE": str(parallel.world_size)}
     with heartbeat.waiting():  # as in open_run
-        read = parallel_setup.refuse_unequal(texts(cfg, inputs))
+        read = parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
     policy = Policy.load(bridge.side.cfg, inputs.arch, parallel)
     heartbeat.beat("loading the base weights")
     first_step = bridge.agreed_start(read)

@@ -272,7 +272,7 @@ class Trainer:
         """One on the ranks that torchrun has launched; InputError if the layout does not fit them."""
         parallel_setup.check_launch()
         refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
-        with parallel_setup.open_world(cfg) as device:
+        with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
             yield cls(cfg, arch, parallel_setup.open_layout(cfg.parallel, device), width)
 
     @torch.no_grad()

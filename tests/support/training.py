@@ -134,7 +134,7 @@ def start(cfg: Config, layout: str) -> None:
     """A training in the world of this process, which is open."""
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
         arch = check.check_settings(cfg, world.LAYOUTS[layout][0])
-        check.check_answers(cfg, scorer)
+        check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         inputs = check.read_inputs(cfg, arch, scorer)
         parallel = world.open_layout(layout)
         with contextlib.closing(RunLog(cfg, parallel.rank)) as log_of_run:  # the next run may resume this one

@@ -421,7 +421,7 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
 
     scorer.workers, scorer.name = True, "a slow reward"
     cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
-    check.check_answers(cfg, scorer)
+    check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
     assert asked == rows and len(asked) == [67 + 24, 67 + 23, 66 + 23][first]
 
@@ -618,11 +618,12 @@ def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(k
     names = {"loss.advantage": "advantages", "loss.kind": "loss", "reward.function": "reward", key: name}
     cfg = load_config("configs/tiny_cpu.yaml", [f"{which}={OWN}:{function}" for which, function in names.items()])
     scorer = Scorer(cfg.reward)
+    checked = cfg.reward, cfg.loss, cfg.data, scorer
     try:
         if said:
-            assert refused(check.check_functions, cfg, scorer).startswith(f"{key}: {OWN}:{name} {said}")
+            assert refused(check.check_functions, *checked).startswith(f"{key}: {OWN}:{name} {said}")
         else:
-            check.check_functions(cfg, scorer)
+            check.check_functions(*checked)
     finally:
         scorer.close()
 
