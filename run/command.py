@@ -23,9 +23,9 @@ from weights import tiny_model
 
 def start(cfg: Config, train: Callable[[Run], None]) -> None:
     """Check the input, start the device, join the other ranks, and ``train``."""
-    rank = parallel_setup.launched_rank()
+    ranks, rank = parallel_setup.launched_world_size(), parallel_setup.launched_rank()
     log = RunLog(cfg, rank)
-    side = side_of(cfg, parallel_setup.launched_world_size(), rank) if cfg.rollout.ranks else None
+    side = side_of(cfg, ranks, rank) if cfg.rollout.ranks else None
     bridge = Bridge(side, cfg.train, cfg.parallel) if side else None
     heartbeat = Heartbeat(cfg.train.stall_seconds, log, bridge.note_progress if bridge else lambda: None)
     progress.end_on_signals(log.reached, log.note)
@@ -33,7 +33,6 @@ def start(cfg: Config, train: Callable[[Run], None]) -> None:
     try:
         parallel_setup.start_device(cfg.device, cfg.train)
         heartbeat.beat("the start of the device")
-        ranks = parallel_setup.launched_world_size()
         arch = check.check_settings(cfg, ranks)
         check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         doctor.quick(cfg)
