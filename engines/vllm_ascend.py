@@ -29,27 +29,12 @@ def check_environment(device_type: str) -> None:
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
-def check_dispatch(arch: Architecture, ranks: int, tokens: int, key: str = "rollout.expert_parallel") -> None:
-    """Raise InputError where MC2 cannot send the tokens of a decoding step to their experts.
+def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
+    """Raise InputError where MC2's buffer is too small for the tokens of a decoding step.
 
-    ``tokens``: the most tokens on one of the ``ranks`` that share the experts. MC2 needs all of them in one buffer of
-    HCCL_BUFFSIZE. Bounds and formula: CANN's documentation of aclnnMoeDistributeDispatchV2. The error names ``key``.
+    ``tokens``: the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
+    HCCL_BUFFSIZE. Formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
     """
-    if arch.num_experts % ranks:
-        raise InputError(
-            f"{key}: an NPU's expert kernels need equal numbers of experts on {ranks} ranks, not {arch.num_experts} "
-            "experts in all (or rollout.engine torch)"
-        )
-    for what, found, low, high in (
-        ("hidden_size", arch.hidden_size, 1024, 8192),
-        ("experts a token", arch.experts_per_token, 1, 16),
-        ("tokens a rank", tokens, 1, 512),
-    ):
-        if not low <= found <= high:
-            raise InputError(
-                f"{key}: an NPU's expert kernels need {what} from {low} to {high}, not {found} "
-                "(or rollout.engine torch)"
-            )
 
     def up(size: int, block: int) -> int:
         return -(-size // block) * block
@@ -60,7 +45,7 @@ def check_dispatch(arch: Architecture, ranks: int, tokens: int, key: str = "roll
     window = os.environ.get("HCCL_BUFFSIZE", variables.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
-            f"{key}: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
+            f"rollout.engine: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
             f"{tokens} tokens a rank, the same on all ranks"
         )
 

@@ -8,11 +8,10 @@ import torch.distributed as dist
 
 from engines import vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
 from engines.vllm_engine import VllmEngine
-from facts import engines
 from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
-from inputs.rules import batch_sizes, engine_shards, refuse_first, sampler_problems
+from inputs.rules import engine_shards, exchanging_ranks, refuse_first, sampler_problems
 from knobs import Config
 from plan import capacity
 
@@ -24,7 +23,6 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     vllm_ascend.check_environment(device)
     on_device = cfg.model_copy(update={"device": device})  # rules about a device need its name, not auto
     refuse_first(engine_shards(cfg.rollout, cfg.parallel, device))
-    refuse_first(batch_sizes(cfg.optim, cfg.rollout, cfg.data))
     refuse_first(sampler_problems(on_device, arch, ranks))
     in_runner_2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     if device == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
@@ -35,15 +33,9 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
         )
     if cfg.keeps_factors_apart:
         vllm_adapter.check_version(device)
-    if device != "npu":
-        return
-    tokens = -(-_max_sequences(cfg, arch, ranks) // cfg.rollout.tensor)  # the tensor ranks split the tokens
-    if cfg.rollout.expert_parallel:
-        vllm_ascend.check_dispatch(arch, ranks, tokens)
-    elif cfg.rollout.tensor > 1 and any(arch.moe_layers):
-        if engines.whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart):
-            # The ranks of a replica divide its experts, and vllm-ascend on an A3 sends their tokens by MC2 as well.
-            vllm_ascend.check_dispatch(arch, cfg.rollout.tensor, tokens, key="rollout.tensor")
+    if (exchanging := exchanging_ranks(on_device, arch, ranks)) > 1:
+        rows = _max_sequences(cfg, arch, ranks)
+        vllm_ascend.check_window(arch, exchanging, -(-rows // cfg.rollout.tensor))  # the tensor ranks split the tokens
 
 
 def open_engine(

@@ -12,7 +12,7 @@ from math import isqrt
 from typing import NamedTuple
 
 from facts.architectures import Architecture
-from facts.engines import ENGINES
+from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError
 from facts.limits import ELEMENT_BYTES, cache_mib, int4_problem
 from inputs.files import shown
@@ -290,7 +290,7 @@ def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
     return [
         *_splits(cfg.parallel, arch, ranks),
-        *_model(cfg, arch),
+        *_model(cfg.model, cfg.data, cfg.rollout, cfg.replay, arch),
         *(_shared_shards(cfg.rollout, cfg.parallel, cfg.replay, arch, ranks) if cfg.rollout.expert_parallel else []),
     ]
 
@@ -313,16 +313,19 @@ def _splits(parallel: ParallelConfig, arch: Architecture, ranks: int) -> Iterato
     yield from _split_problem("parallel.expert", parallel.expert, experts, ranks)
 
 
-def _model(cfg: Config, arch: Architecture) -> Iterator[str]:
-    if cfg.model.quantisation == "int4" and (problem := int4_problem(arch)):
+def _model(
+    model: ModelConfig, data: DataConfig, rollout: RolloutConfig, replay: ReplayConfig, arch: Architecture
+) -> Iterator[str]:
+    if model.quantisation == "int4" and (problem := int4_problem(arch)):
         yield problem
-    if cfg.row_tokens > arch.max_positions:
+    row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
+    if row_tokens > arch.max_positions:
         yield (
-            f"data.max_prompt_tokens: {cfg.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{cfg.rollout.max_new_tokens} = {cfg.row_tokens} exceeds the model's {arch.max_positions} positions"
+            f"data.max_prompt_tokens: {data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{rollout.max_new_tokens} = {row_tokens} exceeds the model's {arch.max_positions} positions"
         )
-    if cfg.replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        yield f"replay.mode: {cfg.replay.mode} needs MoE layers of at most 256 experts"
+    if replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
+        yield f"replay.mode: {replay.mode} needs MoE layers of at most 256 experts"
 
 
 def _shared_shards(
@@ -359,10 +362,12 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     if cfg.rollout.engine != "vllm":
         return []
     cache = cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
+    exchanging = exchanging_ranks(cfg, arch, ranks)
     return [
         *_replicas(cfg.rollout.tensor, arch, ranks),
         *_cache(cfg.rollout, cfg.row_tokens, cache),
         *_vllm_model(cfg.device, cfg.rollout, arch),
+        *(_expert_kernels(cfg.rollout, arch, exchanging) if exchanging > 1 else []),
         *(_vllm_lora(cfg.device, cfg.model, cfg.lora, arch) if cfg.keeps_factors_apart else []),
     ]
 
@@ -417,6 +422,38 @@ def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iter
         yield f"rollout.engine: vllm on a CPU cannot run head_dim {head_dim}; needed: {known} {ENGINE_TORCH}"
     if device == "cpu" and hidden % 32:  # a limit of vLLM's grouped kernel for the experts
         yield f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; needed: a multiple of 32 {ENGINE_TORCH}"
+
+
+def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
+    """How many ranks of vllm-ascend hold different experts and send each other tokens by MC2; 1 if none do.
+
+    Those are all ranks under rollout.expert_parallel, otherwise the ranks of a replica, if each has whole experts.
+    """
+    if cfg.device != "npu" or not any(arch.moe_layers):
+        return 1
+    if cfg.rollout.expert_parallel:
+        return ranks
+    whole = whole_experts(cfg.device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
+    return cfg.rollout.tensor if whole else 1
+
+
+def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:
+    """What MC2 cannot do, by CANN's documentation of aclnnMoeDistributeDispatchV2.
+
+    Its third bound, 512 tokens a rank, holds for every configuration: see MOST_SEQUENCES in plan/capacity.py.
+    """
+    key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
+    if arch.num_experts % exchanging and not rollout.expert_parallel:  # of which _shared_shards says it
+        yield (
+            f"{key}: an NPU's expert kernels need equal numbers of experts on {exchanging} ranks, not "
+            f"{arch.num_experts} experts in all {ENGINE_TORCH}"
+        )
+    for what, found, low, high in (
+        ("hidden_size", arch.hidden_size, 1024, 8192),
+        ("experts a token", arch.experts_per_token, 1, 16),
+    ):
+        if not low <= found <= high:
+            yield f"{key}: an NPU's expert kernels need {what} from {low} to {high}, not {found} {ENGINE_TORCH}"
 
 
 def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:

@@ -253,7 +253,8 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
         return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, training)
 
     def samples(tensor: int) -> bool:
-        return not sampler_problems(cfg.changed(rollout={"tensor": tensor}), arch, sampling)
+        split = {"tensor": tensor, "expert_parallel": False}
+        return not sampler_problems(cfg.changed(rollout=split), arch, sampling)
 
     training, sampling = ranks - cfg.rollout.ranks, cfg.rollout.ranks or ranks
     sizes = divisors(training) if training > 0 else []

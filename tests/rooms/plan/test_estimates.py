@@ -320,7 +320,7 @@ def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, t
     monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
     monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
     monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
-    monkeypatch.setattr(vllm_ascend, "check_dispatch", lambda arch, ranks, tokens: seen.append((ranks, tokens)))
+    monkeypatch.setattr(vllm_ascend, "check_window", lambda arch, ranks, tokens: seen.append((ranks, tokens)))
     factory.check_engine(cfg, real("qwen3"), 16)
     assert seen == [(16, tokens)]
 

@@ -17,8 +17,10 @@ import pytest
 from tiers import ci
 
 import preflight
+from engines import factory, vllm_adapter, vllm_engine
 from facts.architectures import Architecture
 from facts.devices import HARDWARE, SPREAD, Range, spread
+from hardware import device as devices
 from inputs import config, hf_config, rules
 from plan import search, whole_run
 from plan.grid import WHOLE
@@ -64,6 +66,7 @@ R3_ON_TWO_DIES = [  # run_2npu.sh
 ]
 
 
+EIGHT_SHARE_SIXTY = ["parallel.tensor=4", "parallel.expert=4", "rollout.tensor=8"]
 REFUSALS = [  # arguments, a part of the reason
     ([QWEN15, "parallel.expert=8"], "parallel.expert: 8 does not divide 60 experts"),
     ([QWEN3, "--ranks", "8"], "parallel.expert: 16 does not divide 8 ranks"),
@@ -74,6 +77,7 @@ REFUSALS = [  # arguments, a part of the reason
     # 17 blocks of 128 tokens, 24,576 bytes a token
     ([QWEN3, "rollout.kv_cache_mib=10"], "10 is too small for one row of 2048 tokens; needed: 51 for one"),
     ([QWEN3, *R3_ON_TWO_DIES], "the 2 ranks of a single replica split the tokens"),
+    ([QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY], "equal numbers of experts on 8 ranks, not 60 experts"),
     ci([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
     ci([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide 16 ranks"),
     ci([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"], "GiB on a rank"),
@@ -185,6 +189,23 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
     )
     assert preflight.main([QWEN3, "--ranks", "1", "--fastest"]) == 1
     assert capsys.readouterr().out.endswith("no layout of these ranks fits\n")
+
+
+@pytest.mark.parametrize(
+    "asked", [(QWEN15, "--ranks", "8", "--fastest"), (QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY), (QWEN3, "--fastest")]
+)
+def test_a_start_on_npus_accepts_each_layout_that_was_offered_for_them(asked, capsys, monkeypatch):
+    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
+    monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    offered = report(capsys, *asked)["alternatives"]
+    assert offered
+    for other in offered:
+        cfg = config.load_config(asked[0], other["overrides"])
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+        sampling = rules.sides(cfg, other["ranks"])[-1]
+        factory.check_engine(sampling.cfg, arch, sampling.ranks)
 
 
 APART = ["--ranks", "32", "rollout.ranks=16", "rollout.staleness=1"]
