@@ -19,7 +19,7 @@ from facts.root import ROOT
 from inputs.config import command, command_line, resolve_config
 
 OPTIONS = "-m device -p no:xdist -p no:cacheprovider -W default --disable-warnings --quiet --no-header".split()
-OPTIONS += ["--tb=no", "-rfE", "--capture=sys"]
+OPTIONS += ["--tb=no", "-rfE", "--capture=sys", "--continue-on-collection-errors"]
 
 
 @command

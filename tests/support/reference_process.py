@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 def make(folder: Path) -> None:
-    """Write the problem to ``folder``. RuntimeError with the end of the output if that fails."""
+    """Write the problem to ``folder``. RuntimeError with the last line of the output, then its end, if that fails."""
     paths = str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")  # which may hold the packages
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -42,7 +42,8 @@ def make(folder: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the reference was not computed:\n{done.stderr[-3000:]}")
+        last = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise RuntimeError(f"the reference was not computed: {last}\n{done.stderr[-3000:]}")
 
 
 def write(folder: str) -> None:

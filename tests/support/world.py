@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -83,8 +84,8 @@ def launched() -> int:
 def run(ranks: int, function: Callable, *args) -> list:
     """The results of ``function(*args)`` on every rank, in rank order.
 
-    Raises RuntimeError with the traceback of the first forked rank that failed. A launched rank that fails ends itself,
-    so that its launcher ends the others, which wait for it.
+    If a forked rank fails, the others are ended, and its error is in the first line of the RuntimeError. A launched
+    rank that fails ends itself, so that its launcher ends the others, which wait for it.
     """
     if Place.joined:
         return _on_this_rank(ranks, function, args)
@@ -100,24 +101,28 @@ def run(ranks: int, function: Callable, *args) -> list:
             process.start()
         for _, sender in pipes:
             sender.close()
-        results = []
+        waiting = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+        results = {}
         try:
-            for rank, (receiver, _) in enumerate(pipes):
-                if not receiver.poll(ANSWER):
-                    raise RuntimeError(f"rank {rank} gave no answer in {ANSWER} s")
-                try:
-                    ok, value = pickle.loads(receiver.recv_bytes())
-                except EOFError:
-                    raise RuntimeError(f"rank {rank} died") from None
-                if not ok:
-                    raise RuntimeError(f"rank {rank} failed:\n{value}")
-                results.append(value)
+            while waiting:
+                answered = multiprocessing.connection.wait([*waiting], timeout=ANSWER)
+                if not answered:
+                    raise RuntimeError(f"of the ranks {sorted(waiting.values())} none answered in {ANSWER} s")
+                for receiver in answered:
+                    rank = waiting.pop(receiver)
+                    try:
+                        ok, value = pickle.loads(receiver.recv_bytes())
+                    except EOFError:
+                        raise RuntimeError(f"rank {rank} died") from None
+                    if not ok:
+                        raise RuntimeError(f"rank {rank} failed: {value.splitlines()[-1]}\n{value}")
+                    results[rank] = value
         finally:
             for process in processes:
                 process.join(0.1 if len(results) < ranks else 30)
                 if process.is_alive():
                     process.kill()
-    return results
+    return [results[rank] for rank in range(ranks)]
 
 
 def _on_this_rank(ranks: int, function: Callable, args: tuple) -> list:

@@ -459,12 +459,15 @@ def test_adapters_that_change_nothing_are_refused_as_a_blind_check() -> None:
 # ------------------------------------------------------------------------------------------------ the tests of a device
 
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
-PLANTED = {  # fault: a test that must fail
+NO_LAYOUT = "rank 1 opens no layout"  # so that no test can pass
+PLANTED = {  # fault: a test that must fail, or the error of all
     "": "",
     "advantages of the wrong sign": "test_update.py::test_steps_are_those_of_the_unsharded_model",
     "gradients divided by the number of ranks": "test_lora.py::test_gradients_and_their_norm",
     "expert gradients doubled": "test_lora.py::test_gradients_and_their_norm",
+    NO_LAYOUT: f"RuntimeError: planted: {NO_LAYOUT}",
 }
+EACH_PUSH = ("expert gradients doubled", NO_LAYOUT)
 
 
 def self_test(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
@@ -475,9 +478,7 @@ def self_test(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [fault if fault == "expert gradients doubled" else nightly(fault) for fault in PLANTED]
-)
+@pytest.mark.parametrize("fault", [fault if fault in EACH_PUSH else nightly(fault) for fault in PLANTED])
 def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: str, tmp_path, monkeypatch) -> None:
     """The process of the reference has the folders of PYTHONPATH, where packages may lie."""
     log = launched.noting_starts(tmp_path, monkeypatch)
@@ -486,8 +487,15 @@ def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: 
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED tests/machines/on_device/")]
     assert all("[TP1" not in line for line in failed)  # only two ranks
     assert bool(failed) == bool(fault) and (not fault or any(PLANTED[fault] in line for line in failed)), failed
-    assert (" failed" in done.stdout.splitlines()[-1]) == bool(fault) and " passed" in done.stdout.splitlines()[-1]
+    counts = done.stdout.splitlines()[-1]
+    assert (" failed" in counts, " passed" in counts) == (bool(fault), fault != NO_LAYOUT)
     assert "reference_process" in log.read_text()
+
+
+def test_a_package_that_cannot_be_imported_fails_the_tests_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('planted: not this transformers')")
+    done = self_test(TINY, "--ranks", "1", PYTHONPATH=str(tmp_path), PYTEST_ADDOPTS="-k TP1")
+    assert done.returncode == 1 and "ImportError: planted: not this transformers" in done.stdout, done
 
 
 STAND_IN = {"PYTEST_PLUGINS": "with_fake_npu", "PYTHONPATH": str(ROOT / "tests" / "support")}
@@ -501,7 +509,7 @@ def test_the_operators_of_the_stand_in_npu_equal_their_formulas() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*PLANTED, "rank 1 opens no layout"])
+@pytest.mark.parametrize("fault", PLANTED)
 def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path: Path, monkeypatch) -> None:
     """A rank that raises ends the others, with its error. Only the layout that has most kinds of parallelism is run."""
     chosen = "-k 'TP2_EP2 or 2-none'" + (f" --plant '{fault}'" if fault else "")
@@ -510,10 +518,7 @@ def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path:
     with launched.launch(2, "preflight.py", "--self-test", TINY, "device=npu", log=tmp_path / "log") as launch:
         code = launch.wait()
     assert code == (1 if fault else 0), launch.text[-3000:]
-    if fault in PLANTED:
-        assert PLANTED[fault] in launch.text and " passed" in launch.text
-    else:
-        assert "RuntimeError: planted: rank 1 opens no layout" in launch.text
+    assert PLANTED[fault] in launch.text and (fault == NO_LAYOUT or " passed" in launch.text)
 
 
 @pytest.mark.parametrize(
