@@ -25,13 +25,13 @@ from data_gsm8k import Question, Questions
 from engines import factory
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from facts.seeds import derive_seed
 from hardware import device as devices
 from hardware import quantisation
 from inputs import hf_config
 from inputs.config import command_line, resolve_config
-from inputs.files import BAD_INPUT, one_line
+from inputs.files import of_the_user, one_line
 from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from tasks.scoring import Score, Scorer
@@ -229,7 +229,7 @@ def measure(cfg: Config) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: measured; 2: input that cannot be used, in one line."""
+    """Exit code 0: measured; 2: input that cannot be used, in one line; 3: the engine reported no usable log-probs."""
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
     rank = 0
@@ -242,7 +242,12 @@ def main(arguments: list[str]) -> int:
             print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}", flush=True)
             for name in cfg.eval.sets:
                 print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}", flush=True)
-    except BAD_INPUT as error:
+    except Tripped as error:
+        parallel_setup.report(rank, f"stopped: {error}")
+        return error.exit_code
+    except Exception as error:
+        if not of_the_user(error):
+            raise
         parallel_setup.report(rank, f"error: {one_line(error)}")
         return InputError.exit_code
     return 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs import config
-from inputs.files import one_line
+from inputs.files import of_the_user, one_line
 from inputs.rules import side_of
 from knobs import Config
 
@@ -62,11 +62,11 @@ def ask(
                     path = path.with_name(f"samplers-{path.name}") if side.first else path
                     path.write_text(json.dumps(figures, indent=1) + "\n")
         return 0 if right else 1
-    except (InputError, OSError) as error:
-        if isinstance(error, OSError) and not error.filename:
-            raise  # no file of the user, for example a connection that is lost: the traceback says where
-        parallel_setup.report(rank, f"error: {one_line(error)}")
-        return InputError.exit_code
     except Tripped as error:
         parallel_setup.report(rank, f"stopped: {error}")
         return 1
+    except Exception as error:
+        if not of_the_user(error):
+            raise  # the traceback says where
+        parallel_setup.report(rank, f"error: {one_line(error)}")
+        return InputError.exit_code

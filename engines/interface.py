@@ -108,7 +108,7 @@ class Engine(Protocol):
         """``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
 
         The random numbers of prompt i depend on seeds[i] alone, so the other prompts of a call change nothing but
-        rounding. Raises InputError for what cannot be sampled.
+        rounding. Raises InputError for what cannot be sampled, and Tripped for a log-prob that is not finite.
         """
         params = SamplingParams(max_new_tokens, temperature)
         check_call(self.arch, prompts, max_new_tokens, self.ready, self.positions)
@@ -191,7 +191,10 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
                     "vllm-ascend before 0.30.0rc2 draws by itself, it draws such ids (vllm-ascend 13394)"
                 )
             if not math.isfinite(logp):
-                return f"sample: a log-probability is not finite: the loaded model overflows in {dtype}"
+                return (
+                    f"sample: a log-probability is not finite: the loaded model overflows in {dtype}\n"
+                    "  look at: model.dtype; after the first step also optim.lr, the last steps' norms, aqn.sigma_start"
+                )
     return ""
 
 

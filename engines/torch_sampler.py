@@ -14,7 +14,7 @@ from engines.drawing import pick, uniforms_of
 from engines.interface import Completion, Engine, SamplingParams, Stack, fault_of_log_probs
 from engines.torch_decoder import Decoder
 from facts.architectures import Architecture, layers
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from hardware.device import DTYPES
 from knobs import Config, LoraConfig
 from plan.capacity import MOST_SEQUENCES
@@ -151,7 +151,7 @@ class TorchSampler(Engine):
             reason = "stop" if row_tokens[count - 1] in self.stop_tokens else "length"
             answers.append(Completion(row_tokens[:count], row_logps[:count], reason))
         if fault := fault_of_log_probs([answers], self.decoder.dtype):
-            raise InputError(fault)
+            raise Tripped(fault)
         return answers
 
 

@@ -35,7 +35,7 @@ from engines.interface import (
 from facts import variables
 from facts.architectures import Architecture, tensor_shapes
 from facts.engines import ENGINES, whole_experts
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from knobs import LoraConfig
 from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from weights import huggingface
@@ -286,7 +286,7 @@ class VllmEngine(Engine):
             # A value that is not finite would stay in the cache: attention masks unused slots by adding -inf.
             self.llm.collective_rpc(vllm_inside.clear_caches)
             self.llm.reset_prefix_cache()
-            raise InputError(fault)
+            raise Tripped(fault)
         return completions
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:

@@ -7,6 +7,9 @@ Four faults stop a run before any weight is read: an unknown key, a wrong type, 
 import argparse
 import difflib
 import functools
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +18,7 @@ from pydantic import ValidationError
 
 from facts.checks import CHECKS
 from facts.exits import InputError
-from inputs.files import BAD_INPUT, dump_yaml, parse_override, print_every_letter, read_file, refused, shown
+from inputs.files import dump_yaml, of_the_user, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, problems
 from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
 
@@ -99,9 +102,16 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     def called(*arguments: Any) -> int:
         print_every_letter()
         try:
-            return main(*arguments)
-        except BAD_INPUT as error:
-            return refused(error)
+            code = main(*arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # who read the output has ended, for example head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except Exception as error:
+            if of_the_user(error):
+                return refused(error)
+            raise
 
     return called
 

@@ -5,6 +5,7 @@ print an InputError with `refused`. Imports no torch.
 """
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -26,9 +27,6 @@ MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so man
 LONGEST_MESSAGE = 1000  # characters
 # How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
 POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/annex/objects/")
-
-
-BAD_INPUT = (InputError, OSError, UnicodeError)  # the main function of a command passes these to `refused`
 
 
 def shown(value: object) -> str:
@@ -66,6 +64,16 @@ def print_every_letter() -> None:
     """Let `print` write a letter that the encoding of the output lacks as an escape. File names may have any letter."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def of_the_user(error: BaseException) -> bool:
+    """Whether ``error`` is about something that the user gave, so that one line and exit code 2 are enough.
+
+    An error of the system is if it names a file or says that a disk is full; a lost connection does neither.
+    """
+    if isinstance(error, OSError):
+        return bool(error.filename) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, (InputError, UnicodeError))
 
 
 def refused(error: BaseException) -> int:

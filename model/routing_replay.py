@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from facts.architectures import Architecture
+from facts.exits import Tripped
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel, gather
 
@@ -147,15 +148,16 @@ class RoutingReplay:
 
         Shapes (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. ``replayed`` is the number of
         rows for which a token counts: packed rows share the tokens of their prompt. With ``count``, differing_share
-        compares this pass with the record. Every layer must have used the record when the block ends: a run with an
-        unused record would only look replayed.
+        compares this pass with the record. Tripped unless every layer has used the record when the block ends: a run
+        with an unused record would only look replayed.
         """
         self.routes = _local(routes, self.parallel).long()
         self.replayed = _local(replayed, self.parallel)
         self.uses, self.counting = [0] * len(self.uses), count
         try:
             yield
-            assert all(self.uses), f"routing replay: not every MoE layer read its record: {self.uses}"
+            if not all(self.uses):
+                raise Tripped(f"routing replay: not every MoE layer read its record; reads by layer: {self.uses}")
         finally:
             self.routes = self.replayed = None
 

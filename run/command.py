@@ -7,7 +7,7 @@ from collections.abc import Callable
 import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
-from inputs.files import MOST_RANKS, one_line
+from inputs.files import MOST_RANKS, of_the_user, one_line
 from inputs.rules import side_of
 from knobs import Config
 from plan import doctor
@@ -92,7 +92,7 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
         parallel_setup.report(rank, f"stopped: {error}")
         return error.exit_code
     except Exception as error:
-        if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename):  # the user's file
+        if of_the_user(error):
             cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
             parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
             return InputError.exit_code

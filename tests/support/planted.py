@@ -132,6 +132,17 @@ def nan_in_one_expert(patch: MonkeyPatch) -> None:
     stacks_otherwise(change)(patch)
 
 
+def overflow_in_step_2(patch: MonkeyPatch) -> None:
+    """Activations of the second rollout overflow, though all weights are finite."""
+
+    def sample(real: Callable, engine: TorchSampler, *args: object, step: int, **options: object) -> object:
+        if step == 1:
+            after(engine.decoder, "logits", lambda logits, *_: logits * float("nan"))(patch)
+        return real(engine, *args, step=step, **options)
+
+    instead(rollout, "sample", sample)(patch)
+
+
 def engine_with(part: str, change: Callable[[Decoder, str, Tensor], Tensor], rank: int | None = None) -> Plant:
     """The engine takes ``change(engine, name, tensor)`` instead of every tensor with ``part`` in its name."""
     return instead(

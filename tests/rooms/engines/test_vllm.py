@@ -34,7 +34,7 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 from engines import vllm_engine, vllm_setup
 from engines.vllm_engine import VllmEngine
 from facts import variables
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
@@ -157,7 +157,7 @@ def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(fresh) -> No
     expected = flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE))
     huge = {"model.layers.0.input_layernorm.weight": torch.full((64,), 3.4e38)}
     engine.load_weights(huge.items())
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(Tripped, match="not finite"):
         engine.sample(PROMPTS, seeds=SEEDS, **FREE)
     engine.load_weights(model.tensors.items())
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == expected

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import breaking
@@ -16,6 +19,7 @@ from breaking import failing_read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from pyarrow import parquet
+from source import ROOT
 from tiers import asked, nightly
 
 from data_gsm8k import load_tokenizer
@@ -23,7 +27,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from inputs import files as input_files
 from inputs import hf_config
-from inputs.config import load_config, to_yaml
+from inputs.config import command, load_config, to_yaml
 from inputs.files import one_line
 from knobs import Config
 from runlog import run_record
@@ -90,6 +94,37 @@ def test_a_message_is_one_printable_line_that_keeps_its_ends() -> None:
     assert text.startswith("first second\\x1b[31m x") and text.endswith("x last") and len(text) < 1010
     assert text.isprintable()
     assert input_files.one_line(FileNotFoundError(2, "No such file", "a/b")) == "a/b: No such file"
+
+
+@pytest.mark.parametrize(
+    ("error", "of_the_user"),
+    [
+        (InputError("no model"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),  # a full disk names no file
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (RuntimeError("a fault of our own"), False),
+    ],
+)
+def test_a_command_ends_in_one_line_for_what_the_user_can_mend(error: Exception, of_the_user: bool, capsys) -> None:
+    @command
+    def main() -> int:
+        raise error
+
+    if of_the_user:
+        assert main() == 2 and capsys.readouterr().err == f"error: {one_line(error)}\n"
+    else:
+        with pytest.raises(type(error)):
+            main()
+
+
+def test_a_command_whose_reader_has_ended_says_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    plan = [sys.executable, "preflight.py", "configs/tiny_cpu.yaml", "--values"]
+    done = subprocess.run(plan, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_folder_of_the_users_is_never_removed(tmp_path: Path) -> None:

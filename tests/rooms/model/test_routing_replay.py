@@ -223,6 +223,19 @@ def test_replay_survives_activation_recompute(folder):
     assert set(once) == {1} and set(twice) == {2}  # forward, and forward again inside the backward
 
 
+def passes_that_use_no_record(parallel, path):
+    model, arch = load(path, parallel)
+    replay = routing_replay.RoutingReplay(model, arch, parallel)
+    shape = (1, 4, sum(arch.moe_layers), arch.experts_per_token)
+    with replay.replaying(torch.zeros(shape, dtype=torch.uint8), torch.ones(1, 4, dtype=torch.bool)):
+        pass
+
+
+def test_a_record_that_no_layer_reads_stops_the_run(folder):
+    with pytest.raises(RuntimeError, match=r"Tripped: routing replay: not every MoE layer .*; reads by layer: \[0"):
+        world.in_layouts(["TP1"], passes_that_use_no_record, folder)
+
+
 # ------------------------------------------------------------------------------------------------ records
 
 

@@ -470,6 +470,11 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         {"train__checkpoint_every": 1},
         plant=planted.nan_in_one_expert,
     ),
+    "activations overflow in step 2": Row(
+        ["sample: a log-probability is not finite", "optim.lr"],
+        {"train__checkpoint_every": 1},
+        plant=planted.overflow_in_step_2,
+    ),
     "the engine ignores pushed norms": Row(["checks.noise", "step 1", "takes pushed norms"], NOISE),
     "noise that bf16 rounds away": Row(
         ["checks.noise", "step 1", "rounding left none of this noise"],
