@@ -25,7 +25,7 @@ from inputs import functions
 from inputs.files import first_three
 from knobs import Config
 from lora_megatron import whole_shape
-from model import batches, packing, routing_replay
+from model import batches, routing_replay
 from model.batches import MicroBatch, Rollout
 from model.routing_replay import RouterLoad, RoutingReplay
 from runlog.progress import StepTimer
@@ -181,22 +181,11 @@ class Learner:
         if cfg.replay.mode == "r3":
             own_routes = [[one.routed_experts for one in group] for group in completions]
             routes = routing_replay.collect(batch, own_routes, shares, self.arch, parallel)
-        micro_batches = []
-        for share in shares:
-            micro = batches.pack(
-                batch, share[parallel.data_rank], advantages, parallel.device, self.pad_token, parallel.tensor, routes
-            )
-            self._pack_rows(micro)
-            micro_batches.append(micro)
-        return micro_batches
-
-    def _pack_rows(self, micro: MicroBatch) -> None:
-        """Let the forward passes of ``micro`` compute a packed sequence of tokens instead of padded rows."""
-        micro.packing = packing.pack(micro.tokens, micro.mask, self.parallel.tensor)
-        if micro.routes is not None:
-            # 1 where a row's token has a route becomes the number of rows for which such a token stands.
-            micro.replayed = micro.packing.pack(micro.replayed) * micro.packing.num_rows
-            micro.routes = micro.packing.pack(micro.routes)
+        own = [share[parallel.data_rank] for share in shares]
+        return [
+            batches.pack(batch, rows, advantages, parallel.device, self.pad_token, parallel.tensor, routes)
+            for rows in own
+        ]
 
     # -------------------------------------------------------------------------------------------- forward passes
 
@@ -254,8 +243,8 @@ class Learner:
     @torch.no_grad()
     def _record_routes(self, micro: MicroBatch) -> None:
         """Give ``micro`` old_logp on the trainer's own routes, and these routes, which it replays from now on."""
-        micro.replayed = torch.ones_like(micro.tokens) if micro.packing is None else micro.packing.num_rows[None]
-        stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), len(micro.replayed))
+        micro.replayed = micro.packing.num_rows[None]
+        stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
         micro.old_logp = stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
@@ -277,8 +266,7 @@ class Learner:
         with self._routed(micro, count=True):
             share = self._loss(micro, counts)
             share.loss.backward()  # under replay too: activation recompute routes the tokens again
-        if micro.packing is not None:
-            micro.packing.release_mask()
+        micro.packing.release_mask()
         return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
     def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:

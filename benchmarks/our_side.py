@@ -24,7 +24,7 @@ import data_gsm8k
 import export
 import reward_gsm8k
 import train_grpo
-from model import batches, packing
+from model import batches
 from run import command
 from run.opening import Run
 from runlog.progress import StepTimer
@@ -93,7 +93,6 @@ class Side:
             correct=torch.ones(1),
         )
         micro = batches.pack(batch, list(range(rows)), torch.tensor(theirs["advantages"]), torch.device("cpu"), 0, 1)
-        micro.packing = packing.pack(micro.tokens, micro.mask, 1)
         with torch.no_grad():
             with learner.policy.reference():
                 reference = micro.ref_logp = learner._logp(micro)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model import packing
 from model.packing import Packing
 
 
@@ -34,18 +35,18 @@ class Rollout:
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward pass, padded on the right."""
+    """Rows of one forward pass: padded on the right, and how they are computed without padding."""
 
     tokens: Tensor  # (b, T)
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
+    packing: Packing  # how the rows become one packed sequence of M tokens
+    routes: Tensor | None = None  # (1, M, L, K) experts to replay, L MoE layers
+    replayed: Tensor | None = None  # (1, M) the number of rows whose token has a route here
     stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
     old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
     ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
-    packing: Packing | None = None  # how the rows become one packed sequence of M tokens
-    routes: Tensor | None = None  # (b, T, L, K), packed (1, M, L, K): experts to replay, L MoE layers
-    replayed: Tensor | None = None  # (b, T), packed (1, M): the number of rows whose token has a route here
 
 
 def plan(
@@ -152,12 +153,15 @@ def pack(
         mask[row, start : start + n] = 1
         logp[row, start : start + n] = rollout.logp[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
-    micro = MicroBatch(tokens.to(device), mask.to(device), logp.to(device), chosen.to(device))
+    tokens, mask = tokens.to(device), mask.to(device)
+    packed = packing.pack(tokens, mask, multiple)
+    micro = MicroBatch(tokens, mask, logp.to(device), chosen.to(device), packed)
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
-        replayed = torch.zeros(shape, dtype=torch.long)
+        has_route = torch.zeros(shape, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             length = len(records[sequence])
-            routes[row, :length], replayed[row, :length] = records[sequence], 1
-        micro.routes, micro.replayed = routes.to(device), replayed.to(device)
+            routes[row, :length], has_route[row, :length] = records[sequence], 1
+        micro.routes = packed.pack(routes.to(device))
+        micro.replayed = packed.pack(has_route.to(device)) * packed.num_rows
     return micro

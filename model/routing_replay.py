@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from facts.architectures import Architecture
@@ -68,11 +67,7 @@ class RouterLoad:
     @contextlib.contextmanager
     def counting(self, micro: MicroBatch) -> Iterator[None]:
         """Count the one forward pass of ``micro`` in this block. The recompute of a backward pass is outside of it."""
-        if micro.packing is None:
-            before_the_last = micro.mask.flip(1).cumsum(1, dtype=torch.long).flip(1)[:, 1:] > 0
-            self.rows = _local(F.pad(before_the_last.float(), (0, 1)), self.parallel)
-        else:
-            self.rows = _local(micro.packing.num_rows[None].float(), self.parallel)
+        self.rows = _local(micro.packing.num_rows[None].float(), self.parallel)
         try:
             yield
         finally:

@@ -53,7 +53,7 @@ class Policy:
         stats = megatron_model.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
-        if micro.packing is not None and not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
+        if not torch.is_grad_enabled():  # recompute in a backward pass needs the masks
             micro.packing.release_mask()
         return stats
 

@@ -288,18 +288,6 @@ EDGE = 0.05  # so small gates are nearly undecided: a disturbance changes the ch
 DISTURBANCE = 0.002
 
 
-@pytest.mark.parametrize("mode", ["r3", ci("r2")])
-def test_packed_lines_replay_as_padded_rows_do(mode: str, runs, models, tmp_path: Path) -> None:
-    cfg = training.config(models["qwen3_moe"], tmp_path, **TWO_UPDATES, replay__mode=mode)
-    assert training.raised(training.pad_rows, cfg) == [(InputError, "")]
-    for padded, packed in zip(training.metrics(training.only_run(cfg)), training.metrics(runs[mode]), strict=True):
-        for key in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "rollout/logp_gap_mean"):
-            assert packed[key] == pytest.approx(padded[key], rel=1e-4, abs=1e-6), key
-        # r2 also records the routes of padding, where rows are padded.
-        expected = pytest.approx(padded["replay/differing_frac"], rel=0.1 if mode == "r2" else 0)
-        assert packed["replay/differing_frac"] == expected and packed["replay/differing_frac"] > 0
-
-
 @pytest.mark.parametrize("mode", ["r3", "r2"])
 def test_an_undisturbed_sampler_makes_replay_change_the_later_updates_only(mode: str, runs) -> None:
     """The first update of a step would choose the same routes; later updates would choose others."""

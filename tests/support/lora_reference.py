@@ -8,6 +8,9 @@ S sequences, T tokens of a row, R rank, E experts.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +98,34 @@ def merge(model: torch.nn.Module, factors: Named) -> Named:
         for part, change in zip(parts, delta.split(rows), strict=True):
             weights[part] = weights[part] + change
     return weights
+
+
+@contextlib.contextmanager
+def routed(model: torch.nn.Module, routes: Tensor) -> Iterator[list[Tensor]]:
+    """Inside the block, a token goes to the experts of ``routes``, and to the router's own where these are negative.
+
+    (S, T, L, K), L MoE layers. The list gets the experts of each layer of each forward pass, (S x T, K).
+    """
+    used: list[Tensor] = []
+
+    def replay(of_layer: Tensor, gate: torch.nn.Module, _: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, _, own = output
+        used.append(torch.where(of_layer < 0, own, of_layer))
+        weights = logits.softmax(-1, dtype=torch.float).gather(-1, used[-1])
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), used[-1]
+
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [
+        gate.register_forward_hook(functools.partial(replay, of_layer.flatten(0, 1)))
+        for gate, of_layer in zip(gates, routes.unbind(2), strict=True)
+    ]
+    try:
+        yield used
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def token_logprobs(model: torch.nn.Module, weights: Named, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,6 @@ from facts.exits import InputError, Tripped
 from inputs.files import read_tensors
 from knobs import Config
 from lab import curves
-from learner import Learner
-from model import batches
 from run import check, opening
 from runlog import log, run_record
 from runlog.log import RunLog
@@ -183,13 +181,6 @@ def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
         patch.undo()
         parallel_setup.close_layout()
     return InputError, ""
-
-
-def pad_rows(patch: pytest.MonkeyPatch) -> None:
-    """Until ``patch`` is undone, the trainer computes padded rows instead of packed sequences."""
-    plan = batches.plan
-    patch.setattr(batches, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
-    patch.setattr(Learner, "_pack_rows", lambda self, micro: None)
 
 
 def checkpoint_of(run: Path, step: int) -> Path:

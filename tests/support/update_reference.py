@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import lora_reference
+import numpy as np
+import reference
 import torch
 from lora_reference import Named
 from torch import Tensor
@@ -62,7 +64,9 @@ def advantages_of(rewards: Tensor, norm: str) -> Tensor:
 
 
 def importance_weights(loss: LossConfig, old: Tensor, rows: Rows) -> Tensor:
-    """Weights that correct the difference of sampler and trainer: truncated, or 0 where it is large (icepop)."""
+    """Weights that correct the difference of sampler and trainer: truncated, 0 where it is large (icepop), or all 1."""
+    if loss.importance == "none":
+        return torch.ones_like(old)
     off = (old - rows.sampled_logp) * rows.own
     if loss.importance == "sequence":
         off = off.sum(1, keepdim=True).expand_as(off)
@@ -117,13 +121,18 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
     parameters = list(leaves.values())
     adamw = torch.optim.AdamW(parameters, optim.lr, optim.betas, EPS, optim.weight_decay)
 
-    def forward() -> tuple[Tensor, Tensor]:
-        weights = lora_reference.merge(model, leaves)
-        return lora_reference.token_logprobs(model, weights, rows.tokens, cfg.rollout.temperature)
+    free = torch.full((*rows.tokens.shape, MOE_LAYERS, model.config.num_experts_per_tok), -1)
+    given = free.clone()
+    if cfg.replay.mode == "r3":
+        for of_row, routes in zip(given, routes_of(batch), strict=True):
+            of_row[: len(routes)] = torch.from_numpy(routes)
 
-    with torch.no_grad():
-        base = dict(model.named_parameters())
-        reference, _ = lora_reference.token_logprobs(model, base, rows.tokens, cfg.rollout.temperature)
+    def forward(weights: Named, routes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies, and the experts of every token."""
+        with lora_reference.routed(model, routes) as used:
+            logp, entropy = lora_reference.token_logprobs(model, weights, rows.tokens, cfg.rollout.temperature)
+        return logp, entropy, torch.stack(used, dim=1).unflatten(0, rows.tokens.shape)
+
     advantages = advantages_of(batch.rewards.double(), loss.advantage).flatten()
     mixed = batch.rewards.amax(1) > batch.rewards.amin(1)
     kept = ~(batch.truncated & loss.mask_truncated)
@@ -133,16 +142,18 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
     def take_step() -> dict[str, float]:
         losses, norms = [], []
         with torch.no_grad():
-            old = forward()[0]
+            old, _, used = forward(lora_reference.merge(model, leaves), given)
+            routes = free if cfg.replay.mode == "off" else used  # r2: those of the old policy
+            base, _, _ = forward(dict(model.named_parameters()), routes)
         for first in range(0, len(kept), size):
             chosen = (sequences >= first) & (sequences < first + size)
             counted = rows.own & (chosen & kept)[:, None]
             share = shares(loss.aggregate, counted, cfg.rollout.max_new_tokens)
-            logp, entropy = forward()
+            logp, entropy, _ = forward(lora_reference.merge(model, leaves), routes)
             total = policy_loss(loss, logp, old, advantages, rows.own) * importance_weights(loss, old, rows)
             total = total - loss.entropy_coef * entropy
             if loss.kl != "none":
-                total = total + loss.kl_coef * kl_to(reference, logp)
+                total = total + loss.kl_coef * kl_to(base, logp)
             losses.append((total * share * trained[:, None]).sum())  # skipped groups count, as 0
             adamw.zero_grad()
             losses[-1].backward()
@@ -190,7 +201,10 @@ CASES: dict[str, dict] = {  # section -> what differs from config(); together ev
             "mask_truncated": True,
         },
     },
+    "the sampler's routes": {"replay": {"mode": "r3"}},
+    "the old policy's routes": {"replay": {"mode": "r2"}},
 }
+MOE_LAYERS = 2  # of the first of lora_reference.KINDS
 GROUP, NEW_TOKENS = 4, 6
 PROMPTS = [[5, 9, 60], [7, 7, 3, 88, 21], [99, 4], [31, 32, 33, 34]]
 REWARDS = [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0.5, 0, 0, 1]]
@@ -218,6 +232,7 @@ def config(path: Path, case: str) -> Config:
         },
         "optim": {"lr": 1e-3, "warmup_steps": 0, "prompts_per_update": 2, "tokens_per_micro_batch": 24},
         "loss": {},
+        "replay": {},
         "data": {"source": "arithmetic"},
         "train": {"steps": 1, "out_dir": str(path)},
     }
@@ -250,3 +265,19 @@ def rollout_of(path: Path, factors: Named) -> Rollout:
     gap = 0.1 * torch.randn(tokens.shape, generator=generator)
     batch.logp[own] = logp[rows.own].float() + gap[own]
     return batch
+
+
+def routes_of(batch: Rollout) -> list[np.ndarray]:
+    """Random experts for the tokens of each row but the last, as a sampler reports them.  S x (row length - 1, L, K)
+
+    The rows of a prompt have the same ones for it.
+    """
+    generator = torch.Generator().manual_seed(6)
+
+    def experts(tokens: int) -> Tensor:
+        order = torch.rand(tokens, MOE_LAYERS, reference.SIZES["num_experts"], generator=generator).argsort(-1)
+        return order[..., : reference.SIZES["num_experts_per_tok"]].to(torch.uint8)
+
+    of_prompts = [experts(len(prompt)) for prompt in batch.prompts]
+    own = [experts(length - 1) for length in batch.lengths]
+    return [torch.cat([of_prompts[s // GROUP], routes]).numpy() for s, routes in enumerate(own)]

@@ -21,6 +21,7 @@ from tiers import ci, nightly
 from update_reference import CASES, Updated
 
 import grpo
+from engines.interface import Completion
 from learner import MOMENTS, Learner
 from model.batches import Rollout
 from parallel_setup import Parallel
@@ -51,8 +52,11 @@ def _errors(
     learner = Learner(cfg, policy, pad_token=0)
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)
     timer = StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device)
-    learner.update(batch, [], advantages.flatten(), 0, timer)
-    metrics = learner.update(batch, [], advantages.flatten(), 1, timer)
+    own, routes = range(parallel.rank, len(batch.prompts), parallel.world_size), iter(update_reference.routes_of(batch))
+    by_prompt = [[Completion([], [], "stop", next(routes)) for _ in group] for group in batch.rewards]
+    completions = [by_prompt[prompt] for prompt in own]  # those that this rank sampled
+    learner.update(batch, completions, advantages.flatten(), 0, timer)
+    metrics = learner.update(batch, completions, advantages.flatten(), 1, timer)
     tensors, _ = parallel.gather_objects(learner.state())[0]  # rank 0 alone gets them
     whole = {name: tensor for part in tensors.values() for name, tensor in part.items()}
     errors = {key: abs(metrics[key] / value - 1) for key, value in expected.metrics.items()}

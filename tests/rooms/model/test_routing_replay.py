@@ -63,7 +63,7 @@ def replays(parallel, path, tokens):
         "nowhere": torch.equal(native, logp(shifted, torch.zeros_like(everywhere))),
         "differing": (differing_own, differing_other),
         "free": replay.routes is None and replay.written is None,
-        "load": [counted(parallel, path, packed) for packed in (True, False)],
+        "load": counted(parallel, path),
     }
 
 
@@ -101,7 +101,7 @@ def rows_to_train():
     return tokens, ((places >= 3) & (places < torch.tensor(LENGTHS)[:, None])).float()
 
 
-def counted(parallel, path, packed):
+def counted(parallel, path):
     """What RouterLoad counts in one of three passes over this rank's rows, of which the last two are a backward pass
     that routes again and another forward pass; and the most rows of an expert rank / the mean."""
     model, arch = load(path, parallel, recompute=True)
@@ -110,12 +110,12 @@ def counted(parallel, path, packed):
     load_of = routing_replay.RouterLoad(model, arch, parallel)
     tokens, mask = (rows.chunk(parallel.data)[parallel.data_rank] for rows in rows_to_train())
     tokens, mask = (torch.nn.functional.pad(rows, (0, 1)) for rows in (tokens, mask))  # 8: a multiple of tensor
-    line = packing.pack(tokens, mask, parallel.tensor) if packed else None
+    packed = packing.pack(tokens, mask, parallel.tensor)
 
     def logp():
-        return megatron_model.token_logprobs(model, tokens, mask, parallel, packing=line)[0]
+        return megatron_model.token_logprobs(model, tokens, mask, parallel, packing=packed)[0]
 
-    with load_of.counting(SimpleNamespace(mask=mask, packing=line)):
+    with load_of.counting(SimpleNamespace(packing=packed)):
         found = logp()
     found.sum().backward()
     logp()
@@ -157,17 +157,17 @@ def load_by_hand(path, expert_ranks):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout_packed_or_not(answers, folder, layout):
+def test_the_load_of_the_experts_is_that_of_transformers_in_every_layout(answers, folder, layout):
     wanted, fullest = load_by_hand(folder, world.LAYOUTS[layout][2])
     assert 0 < max(wanted["moe/unused_frac"]) <= 0.5 and min(wanted["moe/load_max"]) > 1.2
     for answer in answers[layout]:
-        for tokens_of, metrics, by_layer, found_fullest in answer["load"]:
-            assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}
-            assert by_layer.keys() == metrics.keys() == wanted.keys()
-            for name, values in wanted.items():
-                assert by_layer[name] == pytest.approx(values, abs=6e-5), name
-                assert metrics[name] == pytest.approx(statistics.fmean(values), rel=1e-5), name
-            assert found_fullest == pytest.approx(fullest)
+        tokens_of, metrics, by_layer, found_fullest = answer["load"]
+        assert set(tokens_of) == {4.0 * (sum(LENGTHS) - 4)}
+        assert by_layer.keys() == metrics.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert by_layer[name] == pytest.approx(values, abs=6e-5), name
+            assert metrics[name] == pytest.approx(statistics.fmean(values), rel=1e-5), name
+        assert found_fullest == pytest.approx(fullest)
 
 
 # ------------------------------------------------------------------------------------------------ the router's gradient

@@ -31,7 +31,8 @@ from inputs import hf_config
 from inputs.config import load_config
 from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
 from learner import Learner
-from model import megatron_model
+from model import batches, megatron_model
+from model.routing_replay import RouterLoad
 from plan import grid, memory, parameters, roofline, update_kept, utilisation
 from plan.grid import WHOLE, RankGrid
 from plan.memory import step_memory
@@ -179,6 +180,14 @@ def settings(folder: Path, **changes: object) -> Config:
     return training.config(folder, folder, data__max_prompt_tokens=4, rollout__group_size=4, **changes)
 
 
+def pad_rows(patch: pytest.MonkeyPatch) -> None:
+    """Forward passes compute the padded rows of a micro-batch: without masks and copies, their bytes are exact."""
+    plan, token_logprobs = batches.plan, megatron_model.token_logprobs
+    patch.setattr(batches, "plan", lambda *args, **named: plan(*args, **named | {"group_size": 1, "prompts": None}))
+    patch.setattr(megatron_model, "token_logprobs", lambda *args: token_logprobs(*args[:-1]))  # without its packing
+    patch.setattr(RouterLoad, "counting", lambda self, micro: contextlib.nullcontext())  # which counts packed tokens
+
+
 def updated(
     parallel: parallel_setup.Parallel, cfg: Config, arch: Architecture, shortest: int | None = None, merges=False
 ) -> dict[str, int]:
@@ -192,7 +201,7 @@ def updated(
     batch, heartbeat = live_bytes.rollout_of(cfg, shortest), Heartbeat(0, RunLog(cfg, 0))
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as work:
         if shortest is None:
-            training.pad_rows(patch)
+            pad_rows(patch)
         learner.update(batch, [], torch.randn(len(batch.tokens)), 0, StepTimer(heartbeat, 0, parallel.device))
     heartbeat.stop()
     return {"optimizer": making.now, "update": work.peak}
