@@ -103,8 +103,8 @@ def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     InputError if a question of ``asked`` is among them: it would be asked after its own answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
-    known = {question_files.alike(row.question) for row in examples}
-    if repeated := [row.question for row in asked if question_files.alike(row.question) in known]:
+    known = {question_files.normalised(row.question) for row in examples}
+    if repeated := [row.question for row in asked if question_files.normalised(row.question) in known]:
         raise InputError(
             f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
             "examples that are in neither the training nor the held-out questions"

@@ -136,11 +136,8 @@ class Learner:
         if self.replay:
             metrics["replay/differing_frac"] = self.replay.differing_share()
         metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
-        if trained_tokens:
-            metrics |= self.router_load.metrics()
-        else:  # without a trained token these metrics mean nothing
-            metrics = {}
-            self.router_load.by_layer = {}
+        # Without a trained token these metrics mean nothing.
+        metrics = metrics | self.router_load.metrics() if trained_tokens else self.router_load.metrics()
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.cfg.optim.rate(step, self.cfg.train.steps)
         return metrics
@@ -379,7 +376,7 @@ class Learner:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
-        steps = counts["optimizer_steps"]  # checkpoint.misfit has compared it with the configuration
+        steps = counts["optimizer_steps"]  # checkpoint.mismatch has compared it with the configuration
         done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
         for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
             self.stale_factors.append(self.policy.copied_factors())

@@ -346,7 +346,7 @@ class Parallel:
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
     def copies(self, parameter: Any) -> int:
-        """The number of ranks that hold this piece of ``parameter``, a Factor or a huggingface.Slot."""
+        """The number of ranks that hold this piece of ``parameter``, a Factor or a huggingface.WeightShard."""
         if parameter.is_expert:
             return self.expert_data
         return self.data if parameter.shard_dim is not None else self.data * self.tensor

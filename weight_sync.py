@@ -161,14 +161,14 @@ class Push:
         rollout.expert_parallel it is that of this rank's shards. The clean policy is pushed first. ``probe``: a prompt
         on which two effects of the noise are measured.
         """
-        checksum, touched = self._push_policy()
+        checksum, targets = self._push_policy()
         metrics = {"sync/checksum": checksum} | self.policy.update_kept()
         if self.clean_norms:
-            metrics |= self._add_noise(step, probe, touched)
+            metrics |= self._add_noise(step, probe, targets)
         return metrics
 
-    def _add_noise(self, step: int, probe: list[int], touched: dict[str, Tensor]) -> dict[str, float]:
-        """Push the tensors ``touched`` with the noise of ``step``, after the clean policy.  -> metrics
+    def _add_noise(self, step: int, probe: list[int], targets: dict[str, Tensor]) -> dict[str, float]:
+        """Push the tensors ``targets`` with the noise of ``step``, after the clean policy.  -> metrics
 
         Two things are measured on the prompt ``probe``. aqn/probe_gap (nats a token, before the noise) shows whether
         the engine has the trainer's policy. aqn/probe_shift shows whether noise changes it: the largest change of a
@@ -191,7 +191,7 @@ class Push:
             # Continuations of half a prompt are uncertain, so noise changes their log-probs.
             half = probe[: -(-len(probe) // 2)]
             clean = self.probe.answers(half, FLAT)
-            noisy_tensors = aqn.perturb(touched.items(), self.clean_norms, report, seed=cfg.train.seed, step=step)
+            noisy_tensors = aqn.perturb(targets.items(), self.clean_norms, report, seed=cfg.train.seed, step=step)
             self._load(self.engine.load_weights, noisy_tensors)
             noisy = self.probe.answers(half, FLAT)
             pairs = [zip(after.logp, before.logp, strict=False) for after, before in zip(noisy, clean, strict=True)]
@@ -211,16 +211,16 @@ class Push:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
         adapter_only = self.cfg.keeps_factors_apart
         sums: list[Tensor] = []
-        touched: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         if self.stacks and not adapter_only:
-            self._load(self.engine.load_stacks, self._noted(self._merged_stacks(), sums, touched))
+            self._load(self.engine.load_stacks, self._summed(self._merged_stacks(), sums, targets))
         if self.clean_norms or not adapter_only:
-            self._load(self.engine.load_weights, self._noted(self._export(set(self.clean_norms)), sums, touched))
+            self._load(self.engine.load_weights, self._summed(self._export(set(self.clean_norms)), sums, targets))
         if adapter_only:
             factors = dict(self.policy.whole())
             sums = [factor.sum(dtype=torch.float32) for factor in factors.values()]
             self._load(self.engine.load_adapter, factors)
-        return _total(sums), touched
+        return _total(sums), targets
 
     def _load(self, load: Callable, tensors: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
@@ -237,13 +237,13 @@ class Push:
             if isinstance(linear, LoRAGroupedLinear):
                 yield name, self._for_engine(linear.weight())
 
-    def _noted(
-        self, stream: Iterable[tuple[str, Tensor]], sums: list[Tensor], touched: dict[str, Tensor]
+    def _summed(
+        self, stream: Iterable[tuple[str, Tensor]], sums: list[Tensor], targets: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """``stream``; a tensor that noise changes is added to ``touched``, the sum of any other one to ``sums``."""
+        """``stream``; a tensor that noise changes is added to ``targets``, the sum of any other one to ``sums``."""
         for name, tensor in stream:
             if name in self.clean_norms:
-                touched[name] = tensor
+                targets[name] = tensor
             else:
                 sums.append(tensor.sum(dtype=torch.float32))
             yield name, tensor

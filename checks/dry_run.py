@@ -72,7 +72,7 @@ def run(
     ``adapt`` may change the model before the step.
     """
     layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
-    room = memory.line_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
+    room = memory.packed_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
     done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(room, side.cfg.row_tokens, layout.tensor))
     device = torch.device(dry_run_device.STAND_IN[kind])
     meter = Meter(device.type)
@@ -269,7 +269,7 @@ def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *un
 def fullest_rows(room: int, row_tokens: int, tensor: int) -> tuple[int, int]:
     """How many rows one full micro-batch has on every data rank, and their length with one prompt token.
 
-    ``room``: memory.line_tokens. ``tensor`` ranks split a row.
+    ``room``: memory.packed_tokens. ``tensor`` ranks split a row.
     """
     rows = max(1, room // row_tokens)
     return rows, room // rows // tensor * tensor

@@ -1,6 +1,6 @@
 """Keys and values of the embedded sampler, and the attention of the tokens that its rows decode.
 
-LineCache, for fp32, is fast: the rows of a prompt are a line, which shares the keys and values of the prompt and
+PrefixCache, for fp32, is fast: the rows of a prompt are a line, which shares the keys and values of the prompt and
 attends to them in one product. RowCache, for bf16, rounds as the trainer rounds: each row has its whole keys and
 values, and the trainer's kernel computes the attention. Where rounding shows in the log-probs, this makes sampler and
 trainer compute the same numbers.
@@ -56,7 +56,7 @@ class Cache:
         layers[:] = [self._by_head(layer).index_select(1, kept).flatten(0, 1) for layer in layers]
 
 
-class LineCache(Cache):
+class PrefixCache(Cache):
     """The keys and values of the prompts, and of the sampled tokens of each row."""
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
@@ -129,14 +129,14 @@ class RowCache(Cache):
         self.values = self._zeros(arch, len(self.prompt_length), slots, arch.head_dim)
 
     def write_prompts(self, layer: int, part: slice, key: Tensor, value: Tensor) -> None:
-        """As LineCache.write_prompts."""
+        """As PrefixCache.write_prompts."""
         rows = slice(part.start * self.samples, part.stop * self.samples)
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
             copies = new.repeat_interleave(self.samples, 0).transpose(0, 1)
             self._by_head(cache)[:, rows, : self.longest] = copies
 
     def attend(self, layer: int, n: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As LineCache.attend."""
+        """As PrefixCache.attend."""
         rows, slots = torch.arange(len(query), device=self.device), self.mask.shape[-1]
         keys, values = self._by_head(self.keys[layer]), self._by_head(self.values[layer])
         keys[:, rows, self.prompt_length + n] = key.transpose(0, 1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.interface import check_arrival, check_complete, check_finite
-from engines.torch_cache import LineCache, RowCache
+from engines.torch_cache import PrefixCache, RowCache
 from facts.architectures import Architecture, modules
 from hardware import kernels
 from knobs import LoraConfig
@@ -39,7 +39,7 @@ class Decoder:
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device) -> None:
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
-        self.cache = LineCache if dtype == torch.float32 else RowCache
+        self.cache = PrefixCache if dtype == torch.float32 else RowCache
         self.ready = False
         self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
         table = (arch.vocab_size, arch.hidden_size)
@@ -117,7 +117,7 @@ class Decoder:
     def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
         """``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
         weights, bias = self.layers[layer], self.layers[layer].get(f"{part}.bias")
-        if self.cache is LineCache or bias is None:
+        if self.cache is PrefixCache or bias is None:
             y = F.linear(x, weights[part], bias)
         else:
             y = F.linear(x, weights[part]) + bias  # rounded before the bias is added, as in the trainer
@@ -197,7 +197,7 @@ class Decoder:
         pad_token: int,
         layer_outputs: list[Tensor] | None = None,
         beat: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, LineCache | RowCache, Tensor | None]:
+    ) -> tuple[Tensor, PrefixCache | RowCache, Tensor | None]:
         """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
@@ -241,12 +241,12 @@ class Decoder:
             experts += [torch.stack(routes, 1).to(torch.uint8)[index]] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None
 
-    def decode(self, token: Tensor, n: int, cache: LineCache | RowCache) -> tuple[Tensor, list[Tensor]]:
+    def decode(self, token: Tensor, n: int, cache: PrefixCache | RowCache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
         (cos, sin), x, routes = cache.begin(n), F.embedding(token, self.embedding), []
         for layer in range(self.arch.num_layers):
             mixed = cache.attend(layer, n, *self._qkv(layer, x, cos, sin))
-            if self.cache is LineCache and not self.factors[layer]:
+            if self.cache is PrefixCache and not self.factors[layer]:
                 x = torch.addmm(x, mixed, self.layers[layer]["o_proj"].t())
             else:
                 x = x + self._linear(layer, "o_proj", mixed)

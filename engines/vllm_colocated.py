@@ -27,7 +27,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from parallel_setup import Parallel
 from weights import huggingface
-from weights.huggingface import Slot
+from weights.huggingface import WeightShard
 
 # vllm-ascend 0.30 computes the router's logits with a copy of its weight (ops/fused_moe/fused_moe.py, forward).
 FP32_COPY = ".weight_fp32"
@@ -105,7 +105,7 @@ def shards(
         yield name, huggingface.separate_qkv(value, slots[0].qkv_groups, arch) if slots[0].qkv_groups else value
 
 
-def vllm_name(slot: Slot) -> str:
+def vllm_name(slot: WeightShard) -> str:
     """The name of vLLM's parameter that holds the weight of ``slot``."""
     name = slot.names[0]
     if slot.experts is not None:

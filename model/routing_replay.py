@@ -76,11 +76,12 @@ class RouterLoad:
     def metrics(self) -> dict[str, float]:
         """The metrics moe/... of all ranks since the last call, means over the layers. Collective.
 
-        by_layer then has the values of each layer. At least one token must have been counted.
+        by_layer then has the values of each layer. Without a MoE layer, or a counted token, both are empty.
         """
         sums = self.parallel.sum_over_ranks(self.sums).double()
         self.sums.zero_()
-        if not sums.numel():  # a model without MoE layers
+        if not sums.any():
+            self.by_layer = {}
             return {}
         counts, experts = sums[:, :-1], self.arch.num_experts
         share = counts / counts.sum(-1, keepdim=True)

@@ -191,7 +191,7 @@ def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, ro
     return max(longest, min(optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
-def line_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
+def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
     """Most tokens of the line of packed rows in one forward pass on one rank: each row counts a quarter more."""
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
@@ -220,7 +220,7 @@ def step_memory(
 ) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
     element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
-    tokens = line_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
+    tokens = packed_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
     work = activations(
         arch,
         cfg.lora,

@@ -104,9 +104,9 @@ def read_inputs(
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.alike(question.question) for question in questions}
+    asked = {question_files.normalised(question.question) for question in questions}
     for name, part in held_out.items():
-        shared = {one.question for one in part if question_files.alike(one.question) in asked}
+        shared = {one.question for one in part if question_files.normalised(one.question) in asked}
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(

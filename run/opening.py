@@ -33,11 +33,11 @@ from rollout import Sampled
 from run.bridge import Bridge
 from run.check import Inputs, checkpoint_to_resume, introduction, texts
 from run.sampler import Pushed, Sampler
-from run.sampling_ranks import Apart
+from run.sampling_ranks import SeparateSampler
 from run.tripwires import Tripwires
 from runlog.log import LEGEND, RunLog
 from runlog.progress import Heartbeat, StepTimer
-from tasks.question_files import alike
+from tasks.question_files import normalised
 from weights import checkpoint
 from weights.policy import Policy
 
@@ -55,7 +55,7 @@ class Run:
     log: RunLog
     tripwires: Tripwires
     learner: Learner
-    sampler: Sampler | Apart
+    sampler: Sampler | SeparateSampler
     first_step: int  # > 0 after a resume
     profiler: Any = None  # of the step that is profiled now
     peak: tuple[float, str] | tuple[()] = ()  # of the device memory in any step, GiB and phase; () on a CPU
@@ -68,7 +68,7 @@ class Run:
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
-        return frozenset(alike(one.question) for part in self.inputs.held_out.values() for one in part)
+        return frozenset(normalised(one.question) for part in self.inputs.held_out.values() for one in part)
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy without noise, and log the result. Collective."""
@@ -106,7 +106,7 @@ class Run:
     def check_rollout(self, step: int, sampled: Sampled, pushed: Pushed) -> None:
         """Tripped for a push that the sampler has not taken up, and for a question that the step must not ask."""
         self.tripwires.after_push(step, pushed.checksums, pushed.metrics)
-        asked = [alike(question.question) for question in sampled.all_asked]
+        asked = [normalised(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
     def record(self, step: int, sampled: Sampled, metrics: dict[str, float], timer: StepTimer) -> dict[str, float]:
@@ -125,7 +125,7 @@ class Run:
     def check(self, step: int, rewards: Tensor, metrics: dict[str, float]) -> None:
         """Tripped if the step shows that the run is silently wrong. Collective."""
         extremes = rewards.min().item(), rewards.max().item()
-        self.tripwires.after_step(step, metrics, extremes, self.sampler.where_apart)
+        self.tripwires.after_step(step, metrics, extremes, self.sampler.differing_layer)
         self.tripwires.reference(step, self.learner.reference_gap)
         self.tripwires.state(step + 1, lambda: self.learner.policy.unequal(frozen=False))
 
@@ -148,7 +148,7 @@ class Run:
         learner, parallel = self.learner, self.parallel
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
-        self.tripwires.state(after_steps, lambda: checkpoint.misfit(after_steps, to_dict(self.cfg), counts))
+        self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
 
         def compare(written: checkpoint.Checkpoint | None) -> None:
             self.tripwires.state(after_steps, lambda: learner.not_saved(written))
@@ -225,7 +225,7 @@ def open_run(
         saved = None  # closes its files: a checkpoint that is removed must give its space back
     tripwires.state(first_step, lambda: policy.unequal(frozen=True))
     if bridge:
-        sampler = Apart(cfg, parallel, inputs, learner, bridge)
+        sampler = SeparateSampler(cfg, parallel, inputs, learner, bridge)
         policy.model.to(parallel.device)
         sampler.start(first_step, read)
     else:

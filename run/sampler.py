@@ -44,6 +44,7 @@ class Sampler:
         Within ``sampling_policy()`` the adapters are those of rollout.staleness steps ago.
         """
         self.sampling_policy = sampling_policy
+        self.pushed = Pushed({}, [])  # the last push
         self.cfg, self.inputs, self.parallel, self.heartbeat = cfg, inputs, policy.parallel, heartbeat
         self.probe = inputs.held_out[""][0].prompt
         device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
@@ -89,7 +90,7 @@ class Sampler:
             self.engine, inputs.held_out, inputs.score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat
         )
 
-    def where_apart(self, bound: float) -> str:
+    def differing_layer(self, bound: float) -> str:
         """The layer in which sampler and trainer differ by more than ``bound``, after another push."""
         self.push_policy.clean()
         return self.push_policy.probe.first_differing_layer(self.probe, bound)

@@ -43,7 +43,7 @@ class Delivery(NamedTuple):
 
 
 @dataclass
-class Apart:
+class SeparateSampler:
     """The sampler on ranks of its own, as the trainers see it."""
 
     cfg: Config
@@ -110,7 +110,7 @@ class Apart:
             raise Tripped(f"rollout.ranks: got an evaluation after {found} steps; needed: after {version} steps")
         return evaluation
 
-    def where_apart(self, bound: float) -> str:
+    def differing_layer(self, bound: float) -> str:
         return "a run with rollout.ranks=0 names the layer"
 
     def close(self) -> None: ...

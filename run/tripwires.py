@@ -60,8 +60,8 @@ def truncated_steps(rollout: RolloutConfig) -> int:
 class Tripwires:
     """The checks on the metrics of every step.
 
-    Every rank must pass exactly the same numbers: then all ranks stop or none, and all of them call ``where_apart``,
-    which is collective. After a resume, "the first steps" are the first ones of the new process.
+    Every rank must pass exactly the same numbers: then all ranks stop or none, and all call ``differing_layer``, which
+    is collective. After a resume, "the first steps" are the first ones of the new process.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None], earlier: Mapping[str, str] | None = None) -> None:
@@ -181,11 +181,15 @@ class Tripwires:
     # -------------------------------------------------------------------------------- after a step
 
     def after_step(
-        self, step: int, metrics: dict[str, float], rewards: tuple[float, float], where_apart: Callable[[float], str]
+        self,
+        step: int,
+        metrics: dict[str, float],
+        rewards: tuple[float, float],
+        differing_layer: Callable[[float], str],
     ) -> None:
         """Check the metrics of ``step`` (from 0). ``rewards``: its smallest and its largest reward.
 
-        ``where_apart(bound)`` names the layer in which sampler and trainer differ.
+        ``differing_layer(bound)`` names the layer in which sampler and trainer differ.
         """
         self.history.append(metrics)
         self.rewards.update(rewards)
@@ -197,7 +201,7 @@ class Tripwires:
             self._answers,
             self._truncated,
             self._identical,
-            functools.partial(self._agreement, where_apart),
+            functools.partial(self._agreement, differing_layer),
             self._impossible,
             self._collapse,
             self._gradient_and_entropy,
@@ -280,7 +284,7 @@ class Tripwires:
                 "the engine's seeds of the samples of one prompt",
             )
 
-    def _agreement(self, where_apart: Callable[[float], str], when: str, metrics: dict[str, float]) -> None:
+    def _agreement(self, differing_layer: Callable[[float], str], when: str, metrics: dict[str, float]) -> None:
         """Whether sampler and trainer agree, and whether the sampler takes the noise."""
         noisy = metrics.get("aqn/sigma", 0) > 0
         if noisy and metrics["aqn/probe_shift"] == 0:
@@ -304,13 +308,13 @@ class Tripwires:
                 "logp_gap",
                 f"{when}: sampler and trainer differ by {gap:.2g} nats a token, "
                 f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps;\n"
-                f"  with the weights pushed once more, {where_apart(bound * GAP_FLOOR)}",
+                f"  with the weights pushed once more, {differing_layer(bound * GAP_FLOOR)}",
             )
         if not gap <= bound:
             self.trip(
                 "logp_gap",
                 f"{when}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
-                f"  with the weights pushed once more, {where_apart(bound)}",
+                f"  with the weights pushed once more, {differing_layer(bound)}",
                 "that layer's tensors in what is pushed (weight_sync.py, huggingface.export), and how it is computed",
             )
 

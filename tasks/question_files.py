@@ -80,7 +80,7 @@ FORMS = (
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
     """The rows of one file or several, and the name of its form, which the first row of all decides.
 
-    A question that several rows ask (`alike`) counts once, as its first row has it: copies of it are no further
+    A question that several rows ask (`normalised`) counts once, as its first row has it: copies of it are no further
     questions, neither in a step nor in an interval. The name of the form says how many rows there are. InputError if
     the copies have different answers.
 
@@ -105,7 +105,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             except InputError as error:
                 hint = "" if columns else f"; {OTHER_COLUMNS}"
                 raise InputError(f"{where}: {error}{hint}") from error
-            first, known = rows.setdefault(alike(row.question), (where, row))
+            first, known = rows.setdefault(normalised(row.question), (where, row))
             if _value(row.gold) != _value(known.gold):
                 raise InputError(
                     f"{where}: answer: {row.gold[:60]}; {first} has the same question with {known.gold[:60]}; needed: "
@@ -251,7 +251,7 @@ def words(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-def alike(question: str) -> str:
+def normalised(question: str) -> str:
     """The text by which questions are compared: two that a reader cannot tell apart, or that differ in case, are one.
 
     It is in form NFKC, without case, without characters of no width and control characters, and with single spaces.

@@ -147,7 +147,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
     if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(path.name[5:])}")
-    if wrong := misfit(about["step"], about["config"], about["state"]):
+    if wrong := mismatch(about["step"], about["config"], about["state"]):
         raise InputError(f"{path / 'state.json'}: {wrong}")
     tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     return Checkpoint(
@@ -155,7 +155,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     )
 
 
-def misfit(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
+def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
     """What is wrong with the steps and the optimizer steps of a checkpoint under its configuration; "" if they fit."""
     named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
     most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))

@@ -1,7 +1,7 @@
 """Hugging Face safetensors <-> the Megatron shards of this rank, streamed in both directions, with LoRA merged or not.
 
 A Megatron weight consists of one or more Hugging Face tensors ("blocks": q, k, v or gate, up). Each block is split over
-the tensor ranks, and the shares are joined. A `Slot` describes one weight, or a stack of experts' weights, and
+the tensor ranks, and the shares are joined. A `WeightShard` describes one weight, or a stack of experts' weights, and
 everything below follows from the list of slots. Nothing is ever unpickled.
 """
 
@@ -27,7 +27,7 @@ MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts a
 
 
 @dataclass(frozen=True)
-class Slot:
+class WeightShard:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
     stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
@@ -75,10 +75,10 @@ def own_experts(arch: Architecture, parallel: Parallel) -> range:
     return range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)
 
 
-def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[Slot]:
+def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
     """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
     experts = own_experts(arch, parallel)
-    yield Slot(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
+    yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
         adapters = {name.removesuffix(".lora"): adapter for name, adapter in attached(layer).items()}
         held: dict[str, Tensor | Packed] = {
@@ -96,15 +96,15 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                 names = tuple(f"model.layers.{i}.{block}.{kind}" for block in module.blocks)
                 if module.kind != "experts":
                     owner = adapter if kind == "weight" else None
-                    yield Slot(stored, names, module.split, groups, adapter=owner, kind=module.kind)
+                    yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
                 for part in stacks(stored.shape):
                     own = tuple(name.format(number) for number in experts[part] for name in names)
-                    yield Slot(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
+                    yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()
-    yield Slot(model.decoder.final_layernorm.weight, ("model.norm.weight",))
+    yield WeightShard(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
-        yield Slot(model.output_layer.weight, ("lm_head.weight",), 0)
+        yield WeightShard(model.output_layer.weight, ("lm_head.weight",), 0)
 
 
 def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
@@ -261,7 +261,9 @@ def export(
                 index += 1
 
 
-def changing(todo: list[Slot], only: Collection[str], adapted: bool = True, experts: bool = True) -> list[Slot]:
+def changing(
+    todo: list[WeightShard], only: Collection[str], adapted: bool = True, experts: bool = True
+) -> list[WeightShard]:
     """Slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and the slots that an engine fuses with them.
 
     Without ``experts``, the routed experts are left out.
@@ -275,7 +277,7 @@ def changing(todo: list[Slot], only: Collection[str], adapted: bool = True, expe
     return [slot for slot in todo if fused_group(slot.names[0]) in wanted]
 
 
-def merged(slot: Slot) -> Tensor:
+def merged(slot: WeightShard) -> Tensor:
     """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
@@ -293,7 +295,7 @@ def fused_group(name: str) -> str:
 
 
 def _whole(
-    slot: Slot, value: Tensor, names: tuple[str, ...], arch: Architecture, parallel: Parallel
+    slot: WeightShard, value: Tensor, names: tuple[str, ...], arch: Architecture, parallel: Parallel
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole blocks of the slot, from the joined shares ``value`` that this rank has of them. Collective."""
     if slot.qkv_groups:

@@ -23,7 +23,7 @@ from model.megatron_model import TokenStats
 from parallel_setup import Parallel
 from weights import adapter_weights, huggingface
 from weights.adapter_weights import checksums, hf_name
-from weights.huggingface import Slot
+from weights.huggingface import WeightShard
 
 SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
 
@@ -125,7 +125,7 @@ class Policy:
                 pieces[hf_name(name, self.arch), f"{shard}{experts}"] = factor
         return pieces
 
-    def _frozen_pieces(self, slot: Slot) -> Pieces:
+    def _frozen_pieces(self, slot: WeightShard) -> Pieces:
         """The weights of ``slot`` under the name of their first block, if other ranks hold them, too."""
         if self.parallel.copies(slot) == 1:
             return {}
@@ -182,7 +182,7 @@ class Policy:
             metrics["sync/experts_wrong"] = worst
         return metrics
 
-    def _update_and_error(self, slot: Slot, kind: str) -> tuple[Tensor, list[Tensor]]:
+    def _update_and_error(self, slot: WeightShard, kind: str) -> tuple[Tensor, list[Tensor]]:
         """U and C - U of sampled rows, (2, .., rows, columns); and of shared memory, each expert's wrong share, (e,)"""
         adapter = slot.adapter
         if slot.experts is None:

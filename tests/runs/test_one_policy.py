@@ -256,7 +256,7 @@ def rounding(tmp_path_factory) -> tuple[dict[str, float], float]:
         jobs[label] = layout, config(models[kind], **own)
     other = config(models["qwen3_moe"], train__out_dir=str(tmp_path / "other"), **changes)
     # The sampler computes attention line by line, as in fp32.
-    assert training.raised(lambda patch: patch.setattr(torch_decoder, "RowCache", torch_decoder.LineCache), other)
+    assert training.raised(lambda patch: patch.setattr(torch_decoder, "RowCache", torch_decoder.PrefixCache), other)
     gaps = {
         label: mean(row["rollout/logp_gap_mean"] for row in training.metrics(run))
         for label, run in {**training.run_all(jobs), "the other cache": training.only_run(other)}.items()

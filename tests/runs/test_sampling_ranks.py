@@ -39,7 +39,7 @@ from learner import Learner
 from parallel_setup import Parallel
 from run import check, opening
 from run.bridge import Bridge
-from run.sampling_ranks import Apart, Delivery, Samplers
+from run.sampling_ranks import Delivery, Samplers, SeparateSampler
 from weights import adapter_weights
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
@@ -160,7 +160,7 @@ PLACES = {
     "the policy is sent": [(Bridge, "send_policy", 4), (Bridge, "broadcast", 3)],
     "the policy is taken": [(Bridge, "receive_policy", 4), (Bridge, "broadcast", 3)],
     "the rollout is half sent": [(Samplers, "_send", 4), (Bridge, "broadcast", 2)],
-    "the rollout is half taken": [(Apart, "_receive_rollout", 3), (Bridge, "broadcast", 2)],
+    "the rollout is half taken": [(SeparateSampler, "_receive_rollout", 3), (Bridge, "broadcast", 2)],
     "the step is learned": [(Parallel, "sync_gradients_", 3)],
     "the step is sampled": [(rollout, "sample_step", 3)],
     "the last step is saved": [(opening.Run, "finish", 1)],
@@ -352,9 +352,9 @@ def test_a_rollout_of_another_step_policy_or_question_is_refused(found, said, mo
     batch = live_bytes.rollout_of(cfg)
     sampled = rollout.Sampled(batch, [], [], questions, batch, 0, {})
     delivery = Delivery(right["step"], right["version"], {}, sampled, {})
-    monkeypatch.setattr(Apart, "_receive_rollout", lambda self, what: (delivery, []))
+    monkeypatch.setattr(SeparateSampler, "_receive_rollout", lambda self, what: (delivery, []))
     drawn = SimpleNamespace(pick=lambda step, count: [SimpleNamespace(prompt=[7]), SimpleNamespace(prompt=[8])])
-    trainers = Apart(cfg, None, SimpleNamespace(questions=drawn), None, None)
+    trainers = SeparateSampler(cfg, None, SimpleNamespace(questions=drawn), None, None)
     with pytest.raises(Tripped, match=said) if said else contextlib.nullcontext():
         trainers.sample(3)
 

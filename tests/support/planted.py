@@ -33,7 +33,7 @@ from lora_megatron import LoRAGroupedLinear
 from rollout import Sampled
 from run import tripwires
 from run.bridge import Bridge
-from run.sampling_ranks import Apart, Delivery, Samplers
+from run.sampling_ranks import Delivery, Samplers, SeparateSampler
 from weight_sync import Push
 from weights import adapter_weights, huggingface
 from weights.policy import Policy
@@ -102,7 +102,7 @@ def without_lora(sync: Push, name: str, *_) -> Tensor:
 def without_update(expert: str) -> Plant:
     """The merge forgets the LoRA of one expert, as model.layers.1.mlp.experts.13 names it."""
 
-    def merged(real: Callable, slot: huggingface.Slot) -> Tensor:
+    def merged(real: Callable, slot: huggingface.WeightShard) -> Tensor:
         value = real(slot)
         for place, names in enumerate(slot.blocks):
             if names[0].startswith(f"{expert}."):
@@ -243,7 +243,7 @@ def old_factors(patch: MonkeyPatch) -> None:
     after(Bridge, "receive_policy", keep)(patch)
 
 
-def send_old(real: Callable, apart: Apart, version: int) -> None:
+def send_old(real: Callable, apart: SeparateSampler, version: int) -> None:
     """The trainers send the policy before, under the number of the current one."""
     with apart.learner.sampling_policy():
         real(apart, version)
@@ -321,7 +321,7 @@ FAULTS: dict[str, Plant] = {
     "seeds are ignored": seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()),
     "the end token is never recognised": after(TorchSampler, "__init__", without_end),
     "samplers keep old factors": old_factors,
-    "trainers send the policy before": instead(Apart, "push_clean", send_old),
+    "trainers send the policy before": instead(SeparateSampler, "push_clean", send_old),
     "trainers count other steps": instead(
         Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))
     ),

@@ -233,7 +233,7 @@ def test_an_update_of_the_learner_takes_the_planned_bytes(recompute, tmp_path):
     (found,) = world.in_layouts(["TP1"], updates, jobs)["TP1"]
     layout = grid.of(cfg.parallel, cfg.rollout, 1)
     sizes = cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens
-    assert memory.micro_batch_tokens(*sizes) == 512 and memory.line_tokens(*sizes) == 512 * 4 // 5
+    assert memory.micro_batch_tokens(*sizes) == 512 and memory.packed_tokens(*sizes) == 512 * 4 // 5
     for (_, arch, *packed), each in zip(jobs[:5], found[:5], strict=True):
         planned = memory.step_memory(cfg, arch, layout, "cpu", 2**33).parts
         work = memory.activations(arch, cfg.lora, layout, element=4, recompute=recompute, tokens=512, scored=512)
