@@ -168,8 +168,8 @@ NEEDED = {
     "literal_error": "{expected}",
     "value_error": "{error}",
     "tuple_type": "a list: [a, b]",
-    "too_short": "at least {min_length} members",
-    "too_long": "at most {max_length} members",
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of at most {max_length}",
     "model_type": "a mapping of keys",
     "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
@@ -184,9 +184,16 @@ def _typed(tree: dict, where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A key that takes a choice or a function has two faults, the second one of which is that of the function.
-        found = [one for one in error.errors(include_url=False) if one["loc"][-1] != "constrained-str"]
-        faults = [where + _sentence(fault) for fault in found]
+        found = error.errors(include_url=False)
+        with_bad_members = {one["loc"][:-1] for one in found}
+        # A key that takes a choice or a function has two faults, the second one of which is that of the function; a
+        # list whose members are all wrong is also too short.
+        faults = [
+            where + _sentence(one)
+            for one in found
+            if one["loc"][-1] != "constrained-str"
+            and not (one["type"] == "too_short" and one["loc"] in with_bad_members)
+        ]
     raise InputError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
 
 

@@ -25,8 +25,10 @@ READ = {*NEEDED, *TRAINING, "samplers/generate_s", "perf/tokens_per_s"}
 def read(path: Path) -> dict[str, float]:
     """The medians of READ in a run's timing.jsonl, without its first step, which starts everything up.
 
-    InputError for another file.
+    InputError for another file, or none.
     """
+    if not path.is_file():
+        raise InputError(f"--calibrate: there is no file {path}; needed: the timing.jsonl of a run")
     rows = [row for row in read_lines(path) if "timing/step_s" in row]
     timing = {}
     for name in READ:

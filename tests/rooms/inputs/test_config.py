@@ -88,7 +88,7 @@ def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_i
         ("lora.targets=[linear_qkvv]", "lora.targets[0]: expected 'linear_qkv', 'linear_proj'"),
         ("train.profile_steps=[0]", "train.profile_steps[0]: expected 1 or more, found 0"),
         ("train.trackers=[tensorbord]", "train.trackers[0]: expected 'tensorboard', 'wandb' or 'swanlab'"),
-        ("lora.targets=[]", "lora.targets: expected at least 1 members, found []"),
+        ("lora.targets=[]", "lora.targets: expected a list of 1 or more, found []"),
         ("optim.betas=[0.9]", "optim.betas[1]: missing"),
         ("optim.betas=[0.9, 1]", "optim.betas[1]: expected less than 1.0, found 1"),
         ("loss.kl=k4", "loss.kl: expected 'none', 'k1', 'k2'"),
@@ -107,6 +107,10 @@ def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_i
 )
 def test_a_wrong_value_is_refused_in_one_line_with_what_is_needed(override, expected):
     assert expected in refusal(TINY, override)
+
+
+def test_a_list_of_wrong_members_is_not_called_too_short_as_well():
+    assert refusal(TINY, "aqn.targets=[norms, biases]").count("expected") == 2
 
 
 def test_a_whole_number_is_fine_where_a_real_one_is_meant_and_exponents_need_no_dot(write):
