@@ -277,6 +277,11 @@ class AqnConfig(Section):
         min_length=1,
     )
 
+    @property
+    def falls(self) -> bool:
+        """Whether sigma depends on the step, and on how many there are."""
+        return self.schedule not in ("off", "constant")
+
 
 class ReplayConfig(Section):
     """Routing replay trains each token on the experts of its sampling (r3) or of the old policy's forward pass (r2)."""
@@ -325,6 +330,10 @@ class TrainConfig(Section):
         False, "npu and cuda: a run repeats itself to the last bit, but more slowly; a cpu run always repeats itself"
     )
     stall_seconds: int = knob(1200, "a rank without progress for so long says where, and ends; 0: off", ge=0, le=10**9)
+
+    def is_due(self, steps_done: int, every: int) -> bool:
+        """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
+        return steps_done == self.steps or (every > 0 and steps_done % every == 0)
 
 
 class Config(Section):

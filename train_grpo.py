@@ -20,7 +20,6 @@ import grpo
 import parallel_setup
 from facts.seeds import derive_seed
 from inputs import functions
-from inputs.config import is_due
 from run import command
 from run.opening import Run
 
@@ -55,9 +54,9 @@ def train(run: Run) -> None:
         # 5. Record, check, evaluate, save.
         metrics = run.record(step, sampled, updated | pushed.metrics, timer)
         run.check(step, batch.rewards, metrics)
-        if is_due(step + 1, cfg.eval.every, cfg.train.steps):
+        if cfg.train.is_due(step + 1, cfg.eval.every):
             run.evaluate(after_steps=step + 1)
-        if is_due(step + 1, cfg.train.checkpoint_every, cfg.train.steps):
+        if cfg.train.is_due(step + 1, cfg.train.checkpoint_every):
             run.save(after_steps=step + 1)
     run.finish()
 

@@ -20,7 +20,7 @@ from facts.checks import CHECKS
 from facts.exits import InputError
 from inputs.files import dump_yaml, of_the_user, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, problems
-from knobs import FUNCTION, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
+from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -345,15 +345,10 @@ def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
     against = {
         "a resume can only add steps": type(before) is not int or after["train.steps"] < before,
         "optim.decay depends on it": after["optim.decay"] != "constant",
-        "aqn.schedule depends on it": after["aqn.schedule"] not in ("off", "constant"),
+        "aqn.schedule depends on it": AqnConfig(schedule=after["aqn.schedule"]).falls,
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
     may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
     lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
     refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
     return refused, [line for key, line in lines.items() if key in may]
-
-
-def is_due(steps_done: int, every: int, num_steps: int) -> bool:
-    """Whether a thing is due that happens ``every`` so many steps (0: never), and after the last step."""
-    return steps_done == num_steps or (every > 0 and steps_done % every == 0)

@@ -97,7 +97,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
-    (lambda c: c.aqn.schedule in ("off", "constant"), "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
+    (lambda c: not c.aqn.falls, "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
     (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
      "logp_gap is in checks.off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
     (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),
@@ -226,7 +226,7 @@ def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None)
     late = [step for step in train.profile_steps if step > train.steps]
     if late:
         yield f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {train.steps}"
-    if aqn.schedule in ("qerl", "paper") and (aqn.num_stages < 2 or train.steps < 2):
+    if aqn.falls and (aqn.num_stages < 2 or train.steps < 2):
         yield (
             f"aqn.num_stages: {aqn.num_stages} over {train.steps} steps has no noisy stage under {aqn.schedule}; "
             "needed: 2 or more of both, or schedule constant"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import parallel_setup
 from engines.interface import Completion
 from facts.exits import Tripped
-from inputs.config import is_due, to_yaml
+from inputs.config import to_yaml
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
@@ -143,7 +143,7 @@ class Samplers:
             with timer.phase("generate"):
                 sampled, pushed = self.sampler.sample(step)
                 groups = self._all_groups(sampled)
-            evaluates = step > self.first_step and is_due(step, cfg.eval.every, steps)
+            evaluates = step > self.first_step and cfg.train.is_due(step, cfg.eval.every)
             if evaluates or step + 1 < steps:
                 self._take(step)
             if evaluates:
