@@ -218,7 +218,8 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
     its chat template lie beside them, as servers expect.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
-    (folder / "README.md").write_text(f"A PEFT adapter for {base_model}. {READ_BY[form]}\n")
+    of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."
+    (folder / "README.md").write_text(f"A PEFT adapter for {base_model}. {READ_BY[form]} {of_vllm}\n")
     copy_tokenizer(Path(base_model), folder)
 
 

@@ -60,10 +60,11 @@ TOGETHER = {"experts": ("experts_fc1", "experts_fc2"), "mlp_fc1": FC1, "mlp": FC
 TOGETHER["all"] = ("qkv", "proj", *FC1, *FC2)
 LEAF = {"experts_fc1", *TOGETHER}  # kinds that are also written as people write them, with last names
 # Names that programs write or read, which are not PEFT's: to apply or to refuse them is right, to ignore them is not.
-PREFIXES = {
-    "names_language_model": "language_model.",
-    "names_extra_model": "model.",
-    "names_fsdp": "_fsdp_wrapped_module.",
+OTHER_NAMES = {  # what stands for "model.layers"
+    "names_language_model": "language_model.model.layers",
+    "names_extra_model": "model.model.layers",
+    "names_fsdp": "_fsdp_wrapped_module.model.layers",
+    "names_megatron": "decoder.layers",
 }
 
 Value = Callable[[Pairs], Tensor]  # the log-probs of the prompts with these updates
@@ -363,8 +364,8 @@ def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pa
         return
     tensors = peft_adapters.tensors(arch, pairs, "leaf")
     settings = peft_adapters.config(base_model, arch, pairs, ALPHA, "leaf")
-    for label, prefix in PREFIXES.items():
-        named = {name.replace(peft_adapters.PREFIX, peft_adapters.PREFIX + prefix): t for name, t in tensors.items()}
+    for label, other in OTHER_NAMES.items():
+        named = {name.replace("model.layers", other): tensor for name, tensor in tensors.items()}
         peft_adapters.save(folder / f"{kind}.{label}", named, settings)
     half = {n: t / 2 if re.search(r"q_proj\.lora_B", n) else t for n, t in tensors.items()}
     peft_adapters.save(folder / f"{kind}.alpha_pattern", half, settings | {"alpha_pattern": {"q_proj": 2 * ALPHA}})

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -665,6 +666,30 @@ def test_an_adapter_from_peft_is_read_as_peft_applies_it_and_what_peft_drops_is_
     assert all("missing adapter keys" in row["warned"][0] for row in rows.values())
     _, rows, _ = ask(probed, "peft", "--only", "pattern")
     assert {row["verdict"] for row in rows.values()} == {"applied"} and len(rows) == 2
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "whole", "without_down"),
+    [
+        ("qwen2_moe", "all but routed experts", "wrong"),
+        ("qwen3_moe", "all but dense and shared MLP", "ignored"),
+        ("olmoe", "", "ignored"),
+    ],
+)
+def test_the_models_of_the_document_show_what_its_table_says_of_peft(
+    kind: str, whole: str, without_down: str, tmp_path: Path
+) -> None:
+    """PEFT 0.21.2 with transformers 5.19; ``whole``: what is wrong with all modules in a pair an expert."""
+    bases = runpy.run_path(str(ROOT / "examples" / "adapter_bases.py"))
+    bases["make"](tmp_path, {kind: bases["KINDS"][kind]})
+    assert export.main([str(tmp_path / kind / "adapter"), "--probes", str(tmp_path / "probes")]) == 0
+    _, rows, _ = ask(tmp_path / "probes", "peft", "--only", "all")
+    assert rows["all.stack"]["verdict"] == "applied"
+    for form in ("all.full", "all.leaf"):
+        assert rows[form]["verdict"] == ("wrong" if whole else "applied") and whole in rows[form]["remark"], rows[form]
+    _, rows, _ = ask(tmp_path / "probes", "peft", "--only", "mlp_fc1")
+    assert rows["mlp_fc1.leaf"]["verdict"] == without_down and rows["mlp_fc1.stack"]["verdict"] == "applied"
 
 
 @pytest.mark.parametrize("layout", ["TP2_EP2", "EP2"])
