@@ -16,7 +16,7 @@ for x86_64. For 0.30.0rc2, install requirements/npu-0.30.txt after npu.txt, the 
     pip install --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0          # torch must not import torch_npu, which fails without CANN
     grep -vE '^(#|$|torch|triton)' requirements/npu.txt | pip install --no-deps torch_npu==2.13.0 -r /dev/stdin
-    git clone -b v0.23.0 --depth 1 https://github.com/vllm-project/vllm ../vllm     # or PyPI's vllm-0.23.0.tar.gz, unpacked
+    git clone -b v0.23.0 --depth 1 https://github.com/vllm-project/vllm ../vllm  # or PyPI's source, unpacked
     VLLM_TARGET_DEVICE=empty pip install --no-deps --no-build-isolation ../vllm
     export SOC_VERSION=ascend910_9391 COMPILE_CUSTOM_KERNELS=0
     pip install --no-deps --no-build-isolation --no-binary vllm-ascend vllm-ascend==0.23.0.post1
