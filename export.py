@@ -250,7 +250,7 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = os.path.abspath(cfg.model.path), pairs_of(modules, factors, cfg.lora.alpha)
     if cfg and under_torchrun:
-        rank = max(probes.RANK, *(len(pair.a) for pair in pairs.values()))
+        rank = max(2 * probes.RANK, *(len(pair.a) for pair in pairs.values()))  # twice: of probes.OWN_A
         reference: contextlib.AbstractContextManager[probes.Value] = probes.Trainer.opened(cfg, arch, rank)
     else:
         reference = contextlib.nullcontext(probes.Float64(base, arch))

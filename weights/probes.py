@@ -58,7 +58,8 @@ KINDS = {  # kind -> its matrices in a layer
 FC1, FC2 = (tuple(f"{place}_{layer}" for place in ("dense", "shared", "experts")) for layer in ("fc1", "fc2"))
 TOGETHER = {"experts": ("experts_fc1", "experts_fc2"), "mlp_fc1": FC1, "mlp": FC1 + FC2}
 TOGETHER["all"] = ("qkv", "proj", *FC1, *FC2)
-LEAF = {"experts_fc1", *TOGETHER}  # kinds that are also written as people write them, with last names
+OWN_A = "mlp_own_a"  # the same, with an A of its own for each up projection, as PEFT draws it: no stack can hold it
+LEAF = {"experts_fc1", OWN_A, *TOGETHER}  # kinds that are also written as people write them, with last names
 # Names that programs write or read, which are not PEFT's: to apply or to refuse them is right, to ignore them is not.
 OTHER_NAMES = {  # what stands for "model.layers"
     "names_language_model": "language_model.model.layers",
@@ -152,6 +153,10 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "experts shifted by one": moved(1),
         "experts shifted by minus one": moved(-1),
         "gate and up swapped": {exchanged(name): pair for name, pair in pairs.items()},
+        "up with the A of gate": {
+            name: pair._replace(a=pairs.get(exchanged(name), pair).a) if "up_proj" in name else pair
+            for name, pair in pairs.items()
+        },
         "attention only": only(r"\.self_attn\."),
         "all but attention": only(r"\.mlp\."),
         "all but routed experts": only(r"^(?!.*\.experts\.)"),
@@ -300,6 +305,11 @@ def make(
     for kind, parts in TOGETHER.items():
         if there := [part for part in parts if part in kinds]:
             kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
+    if "mlp" in kinds:
+        kinds[OWN_A] = {
+            name: pair._replace(a=pair.a.roll(1, 1)) if name.endswith("up_proj") else pair
+            for name, pair in kinds["mlp"].items()
+        }
     expected: dict[str, Any] = {"model": model, "prompts": prompts_for(arch), "base": base.tolist(), "kinds": {}}
     for kind, pairs in kinds.items():
         right = value(pairs)
@@ -356,7 +366,7 @@ def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pa
     forms: list[Form] = ["full"]
     if kind in LEAF:
         forms.append("leaf")
-    if any(".mlp." in name for name in pairs):
+    if kind != OWN_A and any(".mlp." in name for name in pairs):
         forms.append("stack")
     for form in forms:
         peft_adapters.write(folder / f"{kind}.{form}", base_model, arch, pairs, ALPHA, form)

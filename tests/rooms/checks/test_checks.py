@@ -668,6 +668,16 @@ def test_an_adapter_from_peft_is_read_as_peft_applies_it_and_what_peft_drops_is_
     assert {row["verdict"] for row in rows.values()} == {"applied"} and len(rows) == 2
 
 
+def test_gates_factor_for_up_is_a_known_fault_where_up_has_its_own(probed: Path) -> None:
+    arch = hf_config.read(probed.parent / "base")
+    own, shared = (peft_adapters.read(probed / "probes" / f"{kind}.full", arch) for kind in ("mlp_own_a", "mlp"))
+    wrong = probes.faults(own, arch)["up with the A of gate"]
+    assert wrong.keys() == shared.keys() and not all(torch.equal(own[name].a, shared[name].a) for name in own)
+    for name, pair in shared.items():
+        assert torch.equal(wrong[name].a, pair.a) and torch.equal(wrong[name].b, pair.b), name
+    assert "up with the A of gate" not in probes.faults(shared, arch)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "whole", "without_down"),
