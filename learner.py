@@ -136,8 +136,8 @@ class Learner:
         if self.replay:
             metrics["replay/differing_frac"] = self.replay.differing_share()
         metrics["rollout/logp_gap_max"] = self.parallel.max_over_ranks(largest_gap.item())
-        # Without a trained token these metrics mean nothing.
-        metrics = metrics | self.router_load.metrics() if trained_tokens else self.router_load.metrics()
+        load = self.router_load.metrics()
+        metrics = metrics | load if trained_tokens else {}  # without a trained token these metrics mean nothing
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.cfg.optim.rate(step, self.cfg.train.steps)
         return metrics

@@ -443,7 +443,7 @@ def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int)
     Its third bound, 512 tokens a rank, holds for every configuration: see MOST_SEQUENCES in plan/capacity.py.
     """
     key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
-    if arch.num_experts % exchanging and not rollout.expert_parallel:  # of which _shared_shards says it
+    if arch.num_experts % exchanging and not rollout.expert_parallel:  # for which _shared_shards has the same rule
         yield (
             f"{key}: an NPU's expert kernels need equal numbers of experts on {exchanging} ranks, not "
             f"{arch.num_experts} experts in all {ENGINE_TORCH}"
