@@ -324,7 +324,7 @@ def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
+    """Print what was written, or one error line.  -> exit code, 2 on an InputError, 3 on a Tripped of --ask"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model, for --probes a PEFT adapter"

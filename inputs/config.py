@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from facts.checks import CHECKS
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from inputs.files import dump_yaml, of_the_user, parse_override, print_every_letter, read_file, refused, shown
 from inputs.rules import idle_keys, problems
 from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
@@ -96,18 +96,21 @@ def load_recorded(path: Path) -> Config:
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """``main``, which returns an exit code, with 2 and one line on stderr for input that cannot be used."""
+    """``main``, which returns an exit code: 2, after one line on stderr, for unusable input; 3 for Tripped."""
 
     @functools.wraps(main)
     def called(*arguments: Any) -> int:
         print_every_letter()
         try:
             code = main(*arguments)
-            sys.stdout.flush()
+            print(end="", flush=True)  # unlike sys.stdout.flush, also without a stdout
             return code
         except BrokenPipeError:  # who read the output has ended, for example head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
+        except Tripped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return error.exit_code
         except Exception as error:
             if of_the_user(error):
                 return refused(error)

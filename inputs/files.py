@@ -69,10 +69,11 @@ def print_every_letter() -> None:
 def of_the_user(error: BaseException) -> bool:
     """Whether ``error`` is about something that the user gave, so that one line and exit code 2 are enough.
 
-    An error of the system is if it names a file or says that a disk is full; a lost connection does neither.
+    An error of the system is if it names a file or says that a disk is full; a lost connection does neither. One
+    without a number comes from a library that has looked for a file.
     """
     if isinstance(error, OSError):
-        return bool(error.filename) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return bool(error.filename) or error.errno in (None, errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, (InputError, UnicodeError))
 
 

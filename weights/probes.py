@@ -139,6 +139,10 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
 
         return {re.sub(r"\.experts\.(\d+)\.", other, name): pair for name, pair in pairs.items()}
 
+    def with_gates_a(name: str, pair: Pair) -> Pair:
+        gate = pairs.get(exchanged(name), pair)
+        return pair._replace(a=gate.a) if name.endswith("up_proj") and gate.a.shape == pair.a.shape else pair
+
     def exchanged(name: str) -> str:
         return re.sub(r"(gate|up)_proj$", lambda match: {"gate": "up_proj", "up": "gate_proj"}[match[1]], name)
 
@@ -153,10 +157,7 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "experts shifted by one": moved(1),
         "experts shifted by minus one": moved(-1),
         "gate and up swapped": {exchanged(name): pair for name, pair in pairs.items()},
-        "up with the A of gate": {
-            name: pair._replace(a=pairs.get(exchanged(name), pair).a) if "up_proj" in name else pair
-            for name, pair in pairs.items()
-        },
+        "up with the A of gate": {name: with_gates_a(name, pair) for name, pair in pairs.items()},
         "attention only": only(r"\.self_attn\."),
         "all but attention": only(r"\.mlp\."),
         "all but routed experts": only(r"^(?!.*\.experts\.)"),

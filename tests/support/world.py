@@ -84,8 +84,8 @@ def launched() -> int:
 def run(ranks: int, function: Callable, *args) -> list:
     """The results of ``function(*args)`` on every rank, in rank order.
 
-    If a forked rank fails, the others are ended, and its error is in the first line of the RuntimeError. A launched
-    rank that fails ends itself, so that its launcher ends the others, which wait for it.
+    If a forked rank fails, the others are ended, and its error is in the first line of the RuntimeError, beside those
+    of ranks that failed at the same time. A launched rank that fails ends itself, so that its launcher ends the others.
     """
     if Place.joined:
         return _on_this_rank(ranks, function, args)
@@ -108,15 +108,17 @@ def run(ranks: int, function: Callable, *args) -> list:
                 answered = multiprocessing.connection.wait([*waiting], timeout=ANSWER)
                 if not answered:
                     raise RuntimeError(f"of the ranks {sorted(waiting.values())} none answered in {ANSWER} s")
+                failed = {}  # rank -> the first line of its error, and the traceback
                 for receiver in answered:
                     rank = waiting.pop(receiver)
                     try:
                         ok, value = pickle.loads(receiver.recv_bytes())
                     except EOFError:
-                        raise RuntimeError(f"rank {rank} died") from None
-                    if not ok:
-                        raise RuntimeError(f"rank {rank} failed: {value.splitlines()[-1]}\n{value}")
-                    results[rank] = value
+                        ok, value = False, ("died", "")
+                    (results if ok else failed)[rank] = value
+                if failed:
+                    lines = [f"rank {rank} failed: {line}" for rank, (line, _) in failed.items()]
+                    raise RuntimeError("; ".join(lines) + "".join(f"\n{trace}" for _, trace in failed.values()))
         finally:
             for process in processes:
                 process.join(0.1 if len(results) < ranks else 30)
@@ -261,8 +263,9 @@ def _rank(rank: int, ranks: int, rendezvous: str, sender, function: Callable, ar
         sender.send_bytes(pickle.dumps((True, function(*args))))
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    except BaseException as error:
+        line = traceback.format_exception_only(error)[0].splitlines()[0]
+        sender.send_bytes(pickle.dumps((False, (line, traceback.format_exc()))))
         sender.close()
         os._exit(1)
 

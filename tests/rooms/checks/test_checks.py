@@ -687,6 +687,8 @@ def test_gates_factor_for_up_is_a_known_fault_where_up_has_its_own(probed: Path)
     for name, pair in shared.items():
         assert torch.equal(wrong[name].a, pair.a) and torch.equal(wrong[name].b, pair.b), name
     assert "up with the A of gate" not in probes.faults(shared, arch)
+    wider = {n: pair._replace(a=pair.a.repeat(2, 1)) if "up_proj" in n else pair for n, pair in own.items()}
+    assert "up with the A of gate" not in probes.faults(wider, arch)  # ranks that differ, as of a rank_pattern
 
 
 @pytest.mark.ci

@@ -280,6 +280,13 @@ def test_a_window_that_is_too_small_for_the_tokens_of_a_step_is_refused(
         (1, {"hidden_size": 512}, "", ""),  # all experts are on one rank
         (4, {"hidden_size": 512}, "", "rollout.tensor: an NPU's expert kernels need hidden_size from 1024"),
         (4, {"hidden_size": 512}, "rollout.sync=adapter", ""),  # the ranks split each expert, so MC2 sends nothing
+        (
+            4,
+            {"hidden_size": 9216},
+            "rollout.expert_parallel=true",
+            "rollout.expert_parallel: .* 1024 to 8192, not 9216",
+        ),
+        (4, {"experts_per_token": 17}, "", "rollout.tensor: .* experts a token from 1 to 16, not 17"),
     ],
 )
 def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(

@@ -24,7 +24,7 @@ from tiers import asked, nightly
 
 from data_gsm8k import load_tokenizer
 from facts.architectures import Architecture
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from inputs import files as input_files
 from inputs import hf_config
 from inputs.config import command, load_config, to_yaml
@@ -100,8 +100,10 @@ def test_a_message_is_one_printable_line_that_keeps_its_ends() -> None:
     ("error", "of_the_user"),
     [
         (InputError("no model"), True),
+        (Tripped("not finite\n  look at: optim.lr"), False),
         (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), True),
         (OSError(errno.ENOSPC, "No space left on device"), True),  # a full disk names no file
+        (OSError("Error no file named model.safetensors found in directory a"), True),  # transformers says it so
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
         (RuntimeError("a fault of our own"), False),
     ],
@@ -111,7 +113,9 @@ def test_a_command_ends_in_one_line_for_what_the_user_can_mend(error: Exception,
     def main() -> int:
         raise error
 
-    if of_the_user:
+    if isinstance(error, Tripped):
+        assert main() == 3 and capsys.readouterr().err == f"stopped: {error}\n"
+    elif of_the_user:
         assert main() == 2 and capsys.readouterr().err == f"error: {one_line(error)}\n"
     else:
         with pytest.raises(type(error)):

@@ -171,6 +171,17 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch) -> None:
     assert batches.pack(batch, [2], torch.zeros(4), CPU, 9, 1).tokens.tolist() == [[5, 6, 7, 2]]
 
 
+def test_routes_are_packed_with_their_rows_and_count_for_all_rows_of_a_prompt(batch) -> None:
+    """Rows 2 and 3 share the prompt [5, 6, 7]; row 2 has one token more, row 3 three. A row's last token has no route."""
+    records = {s: torch.full((batch.row_length(s) - 1, 1, 2), 10 * s, dtype=torch.uint8) for s in (2, 3)}
+    for record in records.values():
+        record[:, 0, 1] = torch.arange(len(record))  # the position of the token
+    micro = batches.pack(batch, [2, 3], torch.zeros(4), CPU, 9, 4, records)
+    assert micro.replayed.tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]  # the prompt, row 3's own tokens, filler
+    own = micro.routes[0, :5, 0].tolist()
+    assert own == [[20, 0], [20, 1], [20, 2], [30, 3], [30, 4]] and micro.routes.shape == (1, 8, 1, 2)
+
+
 def test_no_sequences_make_one_row_that_trains_nothing(batch) -> None:
     micro = batches.pack(batch, [], torch.ones(4), CPU, 9, 4)
     assert micro.tokens.tolist() == [[9] * 4]

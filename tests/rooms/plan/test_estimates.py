@@ -33,7 +33,7 @@ from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
 from learner import Learner
 from model import batches, megatron_model
 from model.routing_replay import RouterLoad
-from plan import grid, memory, parameters, roofline, update_kept, utilisation
+from plan import capacity, grid, memory, parameters, roofline, update_kept, utilisation
 from plan.grid import WHOLE, RankGrid
 from plan.memory import step_memory
 from runlog.log import RunLog
@@ -302,6 +302,7 @@ def test_no_device_holds_more_than_one_gathered_tensor_while_a_checkpoint_is_wri
 )
 def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, in_a_step, at_once, monkeypatch):
     """1.5 waves of the plan's rows are two waves of the engine, whose ``max_num_seqs`` is the same number."""
+    assert at_once <= capacity.MOST_SEQUENCES <= 512  # what MC2 sends from a rank
     cfg, arch = load_config("configs/qwen3.yaml", changes), real("qwen3")
     planned = memory.step_memory(cfg, arch, grid.of(cfg.parallel, cfg.rollout, ranks), "npu", 61 * 2**30)
     assert (planned.wanted_rows, planned.cached_rows) == (in_a_step, min(in_a_step, at_once))
