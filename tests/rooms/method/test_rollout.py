@@ -172,7 +172,7 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch) -> None:
 
 
 def test_routes_are_packed_with_their_rows_and_count_for_all_rows_of_a_prompt(batch) -> None:
-    """Rows 2 and 3 share the prompt [5, 6, 7]; row 2 has one token more, row 3 three. A row's last token has no route."""
+    """Rows 2 and 3 share the prompt [5, 6, 7]; row 2 has one own token, row 3 three. The last token has no route."""
     records = {s: torch.full((batch.row_length(s) - 1, 1, 2), 10 * s, dtype=torch.uint8) for s in (2, 3)}
     for record in records.values():
         record[:, 0, 1] = torch.arange(len(record))  # the position of the token
