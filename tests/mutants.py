@@ -362,6 +362,7 @@ def run_all(matrix: Matrix, jobs: list[tuple[str, list[str]]], folder: Path, sec
         if not slot.exists():
             slot.mkdir()
             copy_of_commit(slot)
+    git("checkout", "--quiet", "--", ".", cwd=slots[0] / "copy")  # the last fault of an earlier call is still in it
     warm_up()
     faults = {fault.id: fault for fault in read_faults()}
     units = mutants_faults.product(slots[0] / "copy")
