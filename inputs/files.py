@@ -69,12 +69,12 @@ def print_every_letter() -> None:
 def of_the_user(error: BaseException) -> bool:
     """Whether ``error`` is about something that the user gave, so that one line and exit code 2 are enough.
 
-    An error of the system is if it names a file or says that a disk is full; a lost connection does neither. One
-    without a number comes from a library that has looked for a file.
+    An error of the system is if it names a file or says that a disk is full. One without a number comes from a library
+    that has looked for a file. A lost connection is nobody's input.
     """
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return bool(error.filename) or error.errno in (None, errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, (InputError, UnicodeError))
+    return isinstance(error, InputError)
 
 
 def refused(error: BaseException) -> int:

@@ -45,7 +45,7 @@ from checks.launched import Answer
 from facts.exits import InputError
 from hardware import kernels
 from hardware.device import DTYPES
-from inputs import config, hf_config
+from inputs import hf_config
 from inputs.config import load_config, to_yaml
 from knobs import Config, ParallelConfig
 from model import batches
@@ -437,17 +437,6 @@ def test_a_sampler_whose_kernels_round_otherwise_is_judged_by_its_own_log_probs(
         drawn = batch(tokens.view(-1, 1).tolist(), logp.gather(1, tokens).view(-1, 1).float(), [[1]] * 4)
         (p_value[name],) = sampling_check.chi_square(drawn, trainer, 1)
     assert p_value["its own"] > 1e-3 and p_value["the trainer's"] < 1e-9, p_value
-
-
-def test_a_question_to_all_ranks_ends_in_one_line_for_what_the_user_can_mend(monkeypatch: MonkeyPatch, capsys) -> None:
-    def lost(*_: object) -> None:
-        raise ConnectionResetError(104, "Connection reset by peer")
-
-    monkeypatch.setattr(parallel_setup, "check_launch", lambda: 0)
-    assert groups.main(["none.yaml"]) == 2 and capsys.readouterr().err.startswith("error: none.yaml: ")
-    monkeypatch.setattr(config, "load_config", lost)
-    with pytest.raises(ConnectionResetError):
-        groups.main(["none.yaml"])
 
 
 # ------------------------------------------------------------------------------------------------ its inputs
