@@ -22,18 +22,18 @@ SERVE_DIR=${SERVE_DIR:-.cache/serve}          # the packages of a server of vLLM
 TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
 # ---------------------------------------------------------------------------------------------------------------------
 
+cd "$(dirname "$0")"
+source launch/setup_cpu.sh
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    print_head
     exit
 fi
-cd "$(dirname "$0")"
 
 export NEW_MEGATRON_DIR               # the parity tests import it instead of the installed version
 export TRACKERS_DIR                   # the trackers of tests/rooms/runlog/test_trackers.py have it on their path
 export SERVE_DIR                      # the server of tests/machines/test_programs.py has it on its path
 export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
 
-source launch/setup_cpu.sh
 set_variables
 set_up cpu test vllm smol
 

@@ -29,7 +29,7 @@ LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers ne
 SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
 # With PYTHON, VENV and TORCH_INDEX.
 SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in run_cpu.sh
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in launch/cpu.sh
 
 
 class Peer:

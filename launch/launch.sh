@@ -4,7 +4,7 @@
 #   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
 #   EXTRA                              further section.key=value pairs
 #   GIB                                memory of a device for the plan, if it is not that of the plan's own
-#   NODES RENDEZVOUS                   several machines: how many, and host:port of the first one
+#   NODES                              the number of machines, if there are several
 #   SAMPLERS                           the last so many ranks only sample; LAYOUT is that of the others
 # and then sources this file, which goes to the root of the checkout and starts the run.
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
@@ -17,18 +17,30 @@ TRAIN=${TRAIN:-}             # questions, .jsonl or .parquet; "": data.train_pat
 TEST=${TEST:-}               # held-out questions; "": data.test_path of the configuration
 OUT=${OUT-out}               # runs, checkpoints, logs; "": train.out_dir of the configuration
 PYTHON=${PYTHON:-python3}    # with requirements/npu.txt and MindSpeed (docs/npu.md), or with requirements/cuda.txt
-NODES=${NODES:-1}            # machines; run_2node.sh sets 2
+RENDEZVOUS=${RENDEZVOUS:-}   # with several machines: host:port of the first one, the same on all; the port must be free
+INTERFACE=${INTERFACE:-}     # this machine's network interface to the others, e.g. eth0; "": chosen by the libraries
+ADDRESS=${ADDRESS:-}         # this machine's address there, e.g. 192.0.2.1; "": that of INTERFACE, or chosen
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
+NODES=${NODES:-1}
 
 if [ "${RESTARTS:-0}" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 fi
 
+if [ "$NODES" != 1 ] && [ -n "$INTERFACE" ]; then
+    export GLOO_SOCKET_IFNAME="$INTERFACE"   # otherwise gloo chooses the interface of the host's name
+    export HCCL_SOCKET_IFNAME="=$INTERFACE"  # the whole name, otherwise a beginning; without it HCCL chooses one
+fi
+if [ "$NODES" != 1 ] && [ -n "$ADDRESS" ]; then
+    export HCCL_IF_IP="$ADDRESS"             # HCCL takes it before the interface
+fi
+
 case $DEVICE in   # at the top level, as CANN's scripts expect
     npu) source launch/npu_env.sh ;;
     cuda) source launch/cuda_env.sh ;;
+    cpu) export OMP_NUM_THREADS=1 ;;         # the processes share the cores
 esac
 
 # Prints the head of the script, and what all of them do.
@@ -69,7 +81,7 @@ launch() {
             *) echo "error: $argument: expected section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
         esac
     done
-    [ "$NODES" = 1 ] || [ -n "${RENDEZVOUS:-}" ] ||
+    [ "$NODES" = 1 ] || [ -n "$RENDEZVOUS" ] ||
         { echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
         { echo "error: LAYOUT: $LAYOUT: expected tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
@@ -99,9 +111,9 @@ launch() {
     else
         torchrun+=(--rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=grpo)
         if [ "${RENDEZVOUS%%:*}" = localhost ]; then torchrun+=(--local-addr=localhost)
-        elif [ -n "${ADDRESS:-}" ]; then torchrun+=(--local-addr="$ADDRESS"); fi
+        elif [ -n "$ADDRESS" ]; then torchrun+=(--local-addr="$ADDRESS"); fi
         # torchrun keeps the store on the machine of RENDEZVOUS, and may not know its own by that address.
-        [ "${RENDEZVOUS%:*}" != "${ADDRESS:-}" ] || torchrun+=(--rdzv-conf=is_host=1)
+        [ "${RENDEZVOUS%:*}" != "$ADDRESS" ] || torchrun+=(--rdzv-conf=is_host=1)
     fi
     torchrun+=("${program[@]}" "$CONFIG" "${overrides[@]}")
 

@@ -1,6 +1,7 @@
-# Makes the Python environment of the CPU runs. Sourced by run_cpu.sh, run_smol.sh, run_tests.sh and benchmarks/bench_step.py,
-# which set PYTHON, VENV and TORCH_INDEX.
+# Makes the Python environment of the CPU runs. Sourced by launch/cpu.sh, run_tests.sh and benchmarks/bench_step.py, which set
+# PYTHON, VENV and TORCH_INDEX.
 #
+#   print_head                   the comment at the head of the script, for --help
 #   set_variables                the environment variables of processes on a CPU
 #   set_up cpu                   $VENV holds requirements/cpu.txt
 #   set_up cpu smol              and also requirements/smol.txt
@@ -20,6 +21,10 @@ set_variables() {
     export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
     unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
     unset PYTHONDONTWRITEBYTECODE         # pip compiles nothing here, so that only what is imported is compiled, once
+}
+
+print_head() {
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
 }
 
 fail() {

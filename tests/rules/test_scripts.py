@@ -111,7 +111,7 @@ def checkout(tmp_path: Path) -> Checkout:
     aside = [f".cache/{name}" for name in ("megatron-core-0.19.2", "torch_npu-2.13.0", "trackers", "serve")]
     for folder in ("bin", "launch", "requirements", *aside):
         (root / folder).mkdir(parents=True)
-    for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "launch/setup_cpu.sh"):
+    for name in ("run_cpu.sh", "run_smol.sh", "run_tests.sh", "launch/cpu.sh", "launch/setup_cpu.sh"):
         shutil.copy(ROOT / name, root / name)
     for name, lines in PINS.items():
         (root / "requirements" / f"{name}.txt").write_text(lines)
@@ -124,19 +124,19 @@ def checkout(tmp_path: Path) -> Checkout:
 # ---- every script ---------------------------------------------------------------------------------------------------
 
 
-ROWS = [script for script in run_scripts.SCRIPTS if script != "run_2node.sh"]
+ROWS = {script: "launch.sh" for script in run_scripts.SCRIPTS if script != "run_2node.sh"}
+ROWS |= {"run_cpu.sh": "cpu.sh", "run_smol.sh": "cpu.sh"}
 STRICT = "\nset -euo pipefail\n"
-SOURCED = 'source "$(dirname "$0")/launch/launch.sh"'
 
 
-def test_a_script_of_one_machine_is_a_row_of_settings_that_launch_sh_runs() -> None:
-    """Its own lines do nothing that could fail; launch.sh is strict from its first command on."""
-    for script in ROWS:
-        *lines, last = (ROOT / script).read_text().splitlines()
-        assert last == SOURCED and 6 <= len(lines) <= 8, script
-        assert all(re.fullmatch(r"#.*||[A-Z]+=.*", line) for line in lines), script
-        assert [line.partition("=")[0] for line in lines if "=" in line][0] == "CONFIG", script
-    first = re.search(r"^[^#\n].*", (ROOT / "launch" / "launch.sh").read_text(), re.M)
+@pytest.mark.parametrize("script", ROWS)
+def test_a_script_of_one_machine_is_a_row_of_settings(script: str) -> None:
+    """Its own lines do nothing that could fail; the file that it sources is strict from its first command on."""
+    *lines, last = (ROOT / script).read_text().splitlines()
+    assert last == f'source "$(dirname "$0")/launch/{ROWS[script]}"' and 6 <= len(lines) <= 8
+    assert all(re.fullmatch(r"#.*||[A-Z]+=.*", line) for line in lines)
+    assert [line.partition("=")[0] for line in lines if "=" in line and line[0] != "#"][0] == "CONFIG"
+    first = re.search(r"^[^#\n].*", (ROOT / "launch" / ROWS[script]).read_text(), re.M)
     assert first[0] == STRICT.strip()
 
 
@@ -144,7 +144,7 @@ def test_scripts_are_strict_give_reasons_for_what_they_export_and_shellcheck_fin
     for script in SCRIPTS:
         text = script.read_text()
         if text.startswith("#!"):  # a file without it is sourced by one that has it
-            assert STRICT in text or script.name in ROWS, script.name
+            assert STRICT in text or "\nsource " in text, script.name
             assert os.access(script, os.X_OK), script.name
         for line in re.findall(r"^\s*(?:export|unset)\s.*", text, re.M):
             assert re.search(r"\S\s+# \w", line), f"{script.name}: no reason beside: {line}"
