@@ -25,13 +25,12 @@ from data_gsm8k import Question, Questions
 from engines import factory
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
-from facts.exits import InputError, Tripped
+from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from hardware import quantisation
 from inputs import hf_config
-from inputs.config import command_line, resolve_config
-from inputs.files import of_the_user, one_line
+from inputs.config import command, command_line, resolve_config
 from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
 from parallel_setup import Parallel
 from tasks.scoring import Score, Scorer
@@ -228,28 +227,19 @@ def measure(cfg: Config) -> dict:
     return summary
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Exit code 0: measured; 2: input that cannot be used, in one line; 3: the engine reported no usable log-probs."""
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
-    rank = 0
-    try:
-        rank = parallel_setup.check_launch()
-        cfg, notes = resolve_config(args.config, args.overrides)
-        summary = measure(cfg)
-        if rank == 0:
-            print("".join(f"note: {note}\n" for note in notes), end="")
-            print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}", flush=True)
-            for name in cfg.eval.sets:
-                print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}", flush=True)
-    except Tripped as error:
-        parallel_setup.report(rank, f"stopped: {error}")
-        return error.exit_code
-    except Exception as error:
-        if not of_the_user(error):
-            raise
-        parallel_setup.report(rank, f"error: {one_line(error)}")
-        return InputError.exit_code
+    rank = parallel_setup.check_launch()
+    cfg, notes = resolve_config(args.config, args.overrides)
+    summary = measure(cfg)
+    if rank == 0:
+        print("".join(f"note: {note}\n" for note in notes), end="")
+        print(f"{cfg.model.path}: {cfg.data.source} accuracy: {headline(summary)}")
+        for name in cfg.eval.sets:
+            print(f"{cfg.model.path}: {name} accuracy: {headline(summary, name)}")
     return 0
 
 

@@ -14,15 +14,12 @@ In the order of a start: what torchrun says, the device and the world, the layou
 import contextlib
 import datetime
 import hashlib
-import json
 import os
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,19 +82,6 @@ def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     if code:
         os._exit(code)  # without destroying the process groups: that would wait for ranks that have ended
     return code
-
-
-def report(rank: int, message: str, late: bool = False) -> None:
-    """Print why this rank ends. Other ranks wait 2 seconds, so that the message of rank 0 comes first.
-
-    torchrun ends with a traceback of its own. Its last lines show what it finds in the file that it has named here.
-    """
-    if rank or late:
-        time.sleep(2)
-    print(message if rank == 0 else f"rank {rank}: {message}", file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 # ------------------------------------------------------------------------------------------------ device and world

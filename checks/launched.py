@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import parallel_setup
-from facts.exits import InputError, Tripped
+from facts.exits import InputError
 from inputs import config
-from inputs.files import of_the_user, one_line
 from inputs.rules import side_of
 from knobs import Config
 
@@ -32,41 +31,32 @@ def command_line(option: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+@config.command
 def ask(
     args: argparse.Namespace,
     refuse: Callable[[Config, int], None],
     answer: Callable[[Config, parallel_setup.Parallel], Answer],
 ) -> int:
-    """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: the input cannot be used.
+    """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
 
     With rollout.ranks each of the two sides answers for itself; the file of --json is then that of the trainers, and
     samplers-FILE that of the samplers.
 
     ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
     """
-    rank = 0
-    try:
-        rank = parallel_setup.check_launch()
-        if args.config is None:
-            raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
-        cfg = config.load_config(args.config, args.overrides)
-        side = side_of(cfg, parallel_setup.launched_world_size(), rank)
-        refuse(side.cfg, side.ranks)
-        own = side if side.name else None
-        with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, own) as device:
-            right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
-            if rank == side.first:
-                print(f"{side.name}: {text}" if side.name else text, flush=True)
-                if args.json:
-                    path = Path(args.json)
-                    path = path.with_name(f"samplers-{path.name}") if side.first else path
-                    path.write_text(json.dumps(figures, indent=1) + "\n")
-        return 0 if right else 1
-    except Tripped as error:
-        parallel_setup.report(rank, f"stopped: {error}")
-        return 1
-    except Exception as error:
-        if not of_the_user(error):
-            raise  # the traceback says where
-        parallel_setup.report(rank, f"error: {one_line(error)}")
-        return InputError.exit_code
+    rank = parallel_setup.check_launch()
+    if args.config is None:
+        raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
+    cfg = config.load_config(args.config, args.overrides)
+    side = side_of(cfg, parallel_setup.launched_world_size(), rank)
+    refuse(side.cfg, side.ranks)
+    own = side if side.name else None
+    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, own) as device:
+        right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
+        if rank == side.first:
+            print(f"{side.name}: {text}" if side.name else text, flush=True)
+            if args.json:
+                path = Path(args.json)
+                path = path.with_name(f"samplers-{path.name}") if side.first else path
+                path.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if right else 1

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from facts.checks import CHECKS
 from facts.exits import InputError, Tripped
-from inputs.files import dump_yaml, of_the_user, parse_override, print_every_letter, read_file, refused, shown
+from inputs.files import dump_yaml, of_the_user, one_line, parse_override, print_every_letter, read_file, report, shown
 from inputs.rules import idle_keys, problems
 from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
 
@@ -109,12 +109,13 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except Tripped as error:
-            print(f"stopped: {error}", file=sys.stderr)
+            report(f"stopped: {error}")
             return error.exit_code
         except Exception as error:
-            if of_the_user(error):
-                return refused(error)
-            raise
+            if not of_the_user(error):
+                raise
+            report(f"error: {one_line(error)}")
+            return InputError.exit_code
 
     return called
 

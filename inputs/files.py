@@ -1,7 +1,7 @@
 """Reads what a user gives: files, JSON objects, YAML, overrides, and numbers of the environment.
 
 Every reader returns a value or raises InputError. No pickle is opened, and no code of a model's folder is run. Commands
-print an InputError with `refused`. Imports no torch.
+print an InputError with `report`. Imports no torch.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,10 +78,18 @@ def of_the_user(error: BaseException) -> bool:
     return isinstance(error, InputError)
 
 
-def refused(error: BaseException) -> int:
-    """Print the error on stderr as one line.  -> 2, the exit code for input that cannot be used"""
-    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-    return InputError.exit_code
+def report(message: str, late: bool = False) -> None:
+    """Print why this process ends. Other ranks wait 2 seconds, so that the message of rank 0 comes first.
+
+    torchrun ends with a traceback of its own. Its last lines show what it finds in the file that it has named here.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" or late:
+        time.sleep(2)
+    print(message if rank == "0" else f"rank {rank}: {message}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 # --------------------------------------------------------------------------------------------------------------- files

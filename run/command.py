@@ -7,7 +7,7 @@ from collections.abc import Callable
 import parallel_setup
 from facts.exits import InputError, Tripped
 from inputs.config import command_line, resolve_config
-from inputs.files import MOST_RANKS, of_the_user, one_line
+from inputs.files import MOST_RANKS, of_the_user, one_line, report
 from inputs.rules import side_of
 from knobs import Config
 from plan import doctor
@@ -73,7 +73,7 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
     args = parser.parse_intermixed_args(arguments)
-    rank, trains = 0, False
+    trains = False
     try:
         rank = parallel_setup.check_launch()
         cfg, notes = resolve_config(args.config, args.overrides)
@@ -89,16 +89,16 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
             trains = True
             start(cfg, train)
     except Tripped as error:
-        parallel_setup.report(rank, f"stopped: {error}")
+        report(f"stopped: {error}")
         return error.exit_code
     except Exception as error:
         if of_the_user(error):
             cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
-            parallel_setup.report(rank, f"{cause}error: {one_line(error)}")
+            report(f"{cause}error: {one_line(error)}")
             return InputError.exit_code
         lost = lost_others(error)
         hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
-        parallel_setup.report(rank, hint + traceback.format_exc(), late=lost)
+        report(hint + traceback.format_exc(), late=lost)
         return 1
     return 0
 

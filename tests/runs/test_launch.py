@@ -27,10 +27,10 @@ from planting import Plant
 from saved import config_in
 from tiers import ci, nightly
 
-import parallel_setup
 import train_grpo
 from checks import launched as launched_question
 from facts.exits import STALLED
+from inputs import files
 from inputs.config import to_yaml
 from parallel_setup import Parallel
 from run import command
@@ -87,7 +87,7 @@ def test_an_error_in_a_collective_is_printed_after_a_hint_and_no_other_one(
 ) -> None:
     """Whatever the words of an error are: a function of the user's may raise one about peers and connections."""
     monkeypatch.setattr(command, "start", lambda *_, **__: fault(tmp_path / "store"))
-    monkeypatch.setattr(parallel_setup.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 1
     said = capsys.readouterr().err

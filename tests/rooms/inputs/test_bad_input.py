@@ -75,7 +75,7 @@ CONFIG = [
 ]
 ENVIRONMENT = [
     row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
-    row("rank beyond", "environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
+    row("rank beyond", "rank 2: error: the environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
     row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
         variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
         run=True),
@@ -192,7 +192,7 @@ def command(place: Place, changes: tuple[str | Break, ...], run: bool) -> list[s
 
 
 def assert_one_line(stderr: str, expected: str) -> None:
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    assert re.match(r"(rank \d+: )?error: ", stderr) and stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
     assert len(stderr) < 500 and "Traceback" not in stderr, stderr
     rest = stderr
     for part in expected.split(" ... "):
