@@ -75,7 +75,8 @@ CONFIG = [
 ]
 ENVIRONMENT = [
     row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
-    row("rank beyond", "rank 2: error: the environment's RANK: found '2' ... from 0 to 1", variables(RANK="2", WORLD_SIZE="2"), run=True),
+    row("rank beyond", "rank 2: error: ... environment's RANK: found '2' ... from 0 to 1",
+        variables(RANK="2", WORLD_SIZE="2"), run=True),
     row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
         variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
         run=True),
