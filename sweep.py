@@ -36,8 +36,6 @@ from inputs.config import changed_keys, command, load_config, to_dict
 from inputs.files import MOST_RANKS, one_line, read_file, read_object, read_text, shown, write_atomically
 from knobs import Config
 from lab.records import Part, planted_fault, validated
-from plan import whole_run
-from plan.memory import GIB
 from runlog.run_record import lock_file, of_last_start, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
@@ -279,18 +277,12 @@ def write_index(jobs: list[Job], folder: Path) -> None:
 
 
 def print_list(jobs: list[Job]) -> None:
-    """Print the steps of every job, and what the plan says of their hours and their disk space."""
-    hours = gib = 0.0
+    """Print the steps of every job."""
     for job in jobs:
         run, result = job.look()
         steps = len(read_lines(run / "metrics.jsonl")) if run else 0
         state = f"{'finished' if result else 'not finished'}  {steps}/{job.cfg.train.steps} steps"
         print(f"{job.name}  {state}  {job.processes} ranks  {' '.join(job.arguments)}")
-        if planned := whole_run.of_config(job.cfg, job.processes):
-            hours += 0 if result else planned.hours
-            gib += planned.kept_bytes / GIB
-    if gib:
-        print(f"by the plan: {hours:.1f} h of runs that are not finished; {gib:.1f} GiB of checkpoints")
 
 
 @command

@@ -4,18 +4,13 @@ This is rough: steps times the expected seconds of a step, and evaluations by it
 model, its warm start and writing checkpoints are not counted. Nothing here imports torch.
 """
 
-import contextlib
 from typing import NamedTuple
 
 from facts.architectures import Architecture
-from facts.devices import HARDWARE, three_digits
-from facts.exits import InputError
-from inputs import hf_config
-from knobs import Config
-from plan import grid
+from facts.devices import three_digits
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
-from plan.search import Setting, Verdict, judge
+from plan.search import Verdict
 
 GSM8K_HELD_OUT = 1319  # questions; assumed of every file, and printed. eval.num_questions sets it
 
@@ -67,21 +62,6 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
 def _times_due(every: int, steps: int) -> int:
     """How often something is due every so many steps (0: never), and after the last one."""
     return -(-steps // (every or steps))
-
-
-def of_config(cfg: Config, ranks: int) -> WholeRun | None:
-    """The run of a configuration, each answer at its longest; None without a plan.
-
-    There is none on a CPU, for a model of unknown sizes, or for a layout that is refused.
-    """
-    device = grid.device_of(cfg.device)
-    with contextlib.suppress(InputError):
-        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
-        setting = Setting(arch, device, HARDWARE[device], 16, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
-        verdict = judge(cfg, ranks, setting)
-        if device != "cpu" and not verdict.reasons:
-            return whole_run(verdict, arch)
-    return None
 
 
 def sentence(run: WholeRun, steps: int) -> str:

@@ -25,7 +25,6 @@ import training
 from matplotlib.image import imread
 from scipy import stats
 
-import preflight
 import sweep
 from facts.exits import InputError
 from inputs.config import MAY_CHANGE, flatten, to_dict
@@ -322,21 +321,6 @@ def test_a_run_folder_that_cannot_be_read_is_no_run_of_the_sweep(write_sweep, tm
     for content in (b"", b"[]", b"[" * 99999, b'"\xff"'):
         (folder / "config.yaml").write_bytes(content)
         assert sweep.main([str(path), "--list"]) == 0
-
-
-def test_the_list_has_the_hours_and_the_disk_space_of_the_plan(capsys) -> None:
-    """14.3 GiB a checkpoint of Qwen3-30B-A3B, of which two are kept; the hours that preflight.py prints."""
-    path = str(recorded.ROOT / "configs/sweeps/gsm8k_qwen3.yaml")
-    assert sweep.main([path, "--list"]) == 0
-    *jobs, total = capsys.readouterr().out.splitlines()
-    assert preflight.main([str(recorded.ROOT / "configs/qwen3.yaml"), "--json"]) == 0
-    hours = sum(json.loads(capsys.readouterr().out)["run_seconds"].values()) / 3600
-    assert len(jobs) == 10 and all("not finished  0/77 steps  16 ranks" in line for line in jobs), jobs
-    assert total == f"by the plan: {10 * hours:.1f} h of runs that are not finished; 285.8 GiB of checkpoints"
-    assert sweep.main([path, "--list", "train.checkpoint_every=0"]) == 0
-    assert "142.9 GiB of checkpoints" in capsys.readouterr().out  # only the last step is saved
-    assert sweep.main([str(recorded.ROOT / "configs/sweeps/baseline.yaml"), "--list"]) == 0
-    assert "by the plan" not in capsys.readouterr().out  # on a CPU
 
 
 def what_it_computes(job: sweep.Job) -> str:
