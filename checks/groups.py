@@ -5,7 +5,6 @@
 The expected answers are known beforehand.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -15,12 +14,8 @@ from torch import Tensor
 from checks import launched
 from facts.exits import InputError
 from hardware import device as devices
-from inputs.rules import side_of
 from knobs import Config, ParallelConfig
-from parallel_setup import Parallel, launched_rank, launched_world_size
-from run.bridge import Bridge
-from runlog.log import RunLog
-from runlog.progress import Heartbeat
+from parallel_setup import Parallel
 
 ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator
@@ -112,29 +107,6 @@ def difference(found: Tensor, expected: Tensor) -> str:
     return f"element {place} is {found.flatten()[place]:g}, not {expected.flatten()[place]:g}"
 
 
-def measure_bridge(bridge: Bridge, count: int) -> list[dict]:
-    """A row for ``count`` numbers from rank 0 of the trainers to that of the samplers, and for what comes back."""
-    rows = []
-    for root, way in enumerate(("to samplers", "to trainers")) if bridge.pair else ():
-        sent = torch.arange(count, dtype=torch.float32)
-        found = sent.clone() if bridge.samples == (root > 0) else torch.zeros_like(sent)
-        send = functools.partial(bridge.broadcast, bridge.pair, found, root, "the test of the groups")
-        send()  # the first one connects
-        milliseconds = devices.median_milliseconds(send, torch.device("cpu"), REPEATS)
-        wrong = difference(found, sent)
-        rows.append(
-            {
-                "group": way,
-                "groups": 1,
-                "ranks": 2,
-                "collective": "broadcast",
-                "milliseconds": milliseconds,
-                "answer": f"WRONG: {wrong}" if wrong else "right",
-            }
-        )
-    return rows
-
-
 def refuse(parallel: ParallelConfig, ranks: int) -> None:
     """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
     for key, size in {"tensor": parallel.tensor, "expert": parallel.expert}.items():
@@ -144,14 +116,6 @@ def refuse(parallel: ParallelConfig, ranks: int) -> None:
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
     rows = measure(parallel)
-    if cfg.rollout.ranks:
-        side = side_of(cfg, launched_world_size(), launched_rank())
-        bridge = Bridge(side, cfg.train, cfg.parallel)
-        # The heartbeat ends a wait without progress.
-        bridge.open(Heartbeat(cfg.train.stall_seconds, RunLog(cfg, launched_rank()), bridge.note_progress))
-        own_rows = measure_bridge(bridge, ELEMENTS[parallel.device.type])
-        bridge.heartbeat.stop()
-        rows += parallel.gather_objects(own_rows)[0]
     head = f"{parallel.world_size} ranks on {parallel.device.type}, {devices.BACKENDS[parallel.device.type]}"
     return launched.Answer(all(row["answer"] == "right" for row in rows), f"{head}\n{as_text(rows)}", rows)
 
