@@ -51,7 +51,6 @@ class RouterLoad:
         # (L, E + 1) tokens of each expert; last the sum of the confidence. fp32 holds counts up to 2^24 exactly.
         self.sums = torch.zeros(len(layers), arch.num_experts + 1, device=parallel.device)
         self.by_layer: dict[str, list[float]] = {}  # of the last step, L values each; {} if it trained no token
-        self.fullest = 0.0  # most rows of an expert rank in a layer of a step so far / the mean of the ranks
         for sums, router in zip(self.sums, layers, strict=True):
             router.routing = functools.partial(self._routing, router.routing, sums)
 
@@ -91,8 +90,6 @@ class RouterLoad:
             "moe/unused_frac": (counts == 0).double().mean(-1),
             "moe/confidence": sums[:, -1] * self.arch.experts_per_token / counts.sum(-1),
         }
-        by_rank = share.unflatten(1, (self.parallel.expert, -1)).sum(-1) * self.parallel.expert
-        self.fullest = max(self.fullest, by_rank.max().item())
         self.by_layer = {name: [round(value, 4) for value in by.tolist()] for name, by in values.items()}
         return {name: by.mean().item() for name, by in values.items()}
 

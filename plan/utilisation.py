@@ -100,9 +100,3 @@ def memory_beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str,
     )
     planned = plan.phases[plan.fullest] / memory.GIB
     return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {plan.fullest}"
-
-
-def imbalance_beside_plan(measured: float) -> str:
-    """One line for the end of a run: the most rows of an expert rank / the mean, beside what step_memory assumes."""
-    planned = f"planned: {memory.IMBALANCE:g} x"
-    return f"rows of the fullest expert rank: at most {measured:.2f} x the mean in a layer; {planned}"

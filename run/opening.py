@@ -178,8 +178,6 @@ class Run:
         if self.peak:
             device = self.parallel.device.type
             self.log.say(utilisation.memory_beside_plan(self.cfg, self.inputs.arch, self.ranks, device, *self.peak))
-        if self.parallel.expert > 1 and self.learner.router_load.fullest:
-            self.log.say(utilisation.imbalance_beside_plan(self.learner.router_load.fullest))
         summaries = self.log.evaluations()  # none on other ranks than 0
         result = evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else ""
         self.log.finish(result, self.tripwires.messages)
