@@ -7,6 +7,16 @@ PIECE = 2**26  # bytes of dequantised experts
 INT4_GROUP = 32  # neighbours along the input of a matrix that share a scale in int4
 STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
+# MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
+# every rank. A smaller buffer only cuts a transfer into more slices. A group that is not named here, like those of the
+# engine, gets the default of 200; Megatron's other groups transfer nothing, and HCCL makes a communicator at its first
+# use.
+HCCL_BUFFER_MIB = {
+    "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
+    "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice as much if not
+    "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
+    "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
+}
 CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and keeps one block for padding
 
 

@@ -21,22 +21,13 @@ from torch import Tensor
 
 from facts import variables
 from facts.exits import InputError
+from facts.limits import HCCL_BUFFER_MIB
 from hardware import kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend
 # The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-
-# MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
-# every rank. A smaller buffer only cuts a transfer into more slices. A group that is not named here gets the default of
-# 200; Megatron's other groups transfer nothing, and HCCL makes a communicator at its first use.
-HCCL_BUFFER_MIB = {
-    "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
-    "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice as much if not
-    "dp": 50,  # fp32 gradients of the attention's LoRA, 39 MiB at rank 32
-    "ep_dp": 50,  # fp32 gradients of the experts' LoRA, in slices
-}
 
 
 # ------------------------------------------------------------------------------------------------ start-up

@@ -222,7 +222,9 @@ def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
 
 
 def packages(machine: Machine) -> Found:
-    optional = {"CANN"} if "vllm" in machine.words else {"CANN", "vllm", "vllm-ascend"}
+    optional = {"CANN", "mindspeed"}  # without MindSpeed hardware/device.py adapts torch itself
+    if "vllm" not in machine.words:
+        optional |= {"vllm", "vllm-ascend"}
     names = [name for name in (*version_set(machine), *variables.OUR_PACKAGES) if name not in optional]
     missing = [name for name in names if machine.version(name) is None]
     return not missing, f"not installed: {', '.join(missing)}" if missing else f"all {len(names)} are installed"

@@ -13,7 +13,7 @@ an element.
 from dataclasses import dataclass
 
 from facts.architectures import Architecture, modules
-from facts.limits import ELEMENT_BYTES, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
+from facts.limits import ELEMENT_BYTES, HCCL_BUFFER_MIB, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
 from knobs import Config, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
 from plan.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from plan.grid import WHOLE, RankGrid
@@ -38,7 +38,7 @@ IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load
 MARGIN = 0.05  # of the device, for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
-BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of one communicator; on an NPU 2 x HCCL_BUFFSIZE
+BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of an engine's group; on an NPU 2 x HCCL_BUFFSIZE
 
 
 # --------------------------------------------------------------------------------------------------------- activations
@@ -283,7 +283,7 @@ def step_memory(
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart * samples,
         "key-value cache": _cache(rollout, arch, cached_rows, cfg.data.max_prompt_tokens, cfg.model.dtype) * samples,
         "routing records": own_sequences * cfg.row_tokens * routing,
-        "communication buffers": communicators(layout) * BUFFER_BYTES[device],
+        "communication buffers": communication_buffers(layout, device),
         "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves * samples),
         "gradients": lora,
         "dequantised weights": dequantised,
@@ -361,10 +361,16 @@ def _cache(rollout: RolloutConfig, arch: Architecture, rows: int, prompt_tokens:
     return tokens * cache_bytes_per_token(arch, 1, ELEMENT_BYTES[dtype])
 
 
-def communicators(layout: RankGrid) -> int:
-    """Groups of more than one rank that move tensors: the trainer's, the world's, and the engine's."""
-    sizes = [layout.tensor, layout.expert, layout.expert, layout.data, layout.expert_data]
+def communication_buffers(layout: RankGrid, device: str) -> int:
+    """Bytes of the buffers of all groups that move tensors of a device: the trainer's of several ranks, the engine's.
+
+    What goes over all ranks is on the host.
+    """
+    sizes = {"tp": layout.tensor, "ep": layout.expert, "dp": layout.data, "ep_dp": layout.expert_data}
+    trainers = [2 * 2**20 * HCCL_BUFFER_MIB[name] for name, size in sizes.items() if size > 1]
+    if device != "npu":
+        trainers = [BUFFER_BYTES[device]] * len(trainers)
     # The engine has groups of its tensor ranks, its expert ranks and its fused kernel, and of its data ranks if it
     # spans all ranks.
     engine = 3 + (layout.engine_expert > layout.engine_tensor) if layout.engine_expert > 1 else 0
-    return sum(size > 1 for size in sizes) + (layout.ranks > 1) + engine
+    return sum(trainers) + engine * BUFFER_BYTES[device]

@@ -18,7 +18,7 @@ import world
 from source import ROOT
 from tiers import asked, nightly
 
-from hardware import device as devices
+from facts.limits import HCCL_BUFFER_MIB
 from inputs import config
 
 # ------------------------------------------------------------------------------------------------------------------ npu
@@ -155,7 +155,7 @@ def test_in_bf16_a_resumed_training_samples_with_the_trainers_policy(layout, on_
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", IN_FP32 + IN_BF16)
 def test_communicators_are_built_for_the_groups_that_carry_traffic_only_and_the_npus_kernels_run(layout, on_npu):
-    """None over all ranks, none for a group of one, and the buffers of device.HCCL_BUFFER_MIB."""
+    """None over all ranks, none for a group of one, and the buffers of limits.HCCL_BUFFER_MIB."""
     ranks, tensor, expert = world.LAYOUTS[layout]
     sizes = {
         "TENSOR_MODEL_PARALLEL_GROUP": [tensor, 64],
@@ -355,4 +355,4 @@ def test_device_starts_up_and_megatron_is_imported_on_the_real_package(schema) -
     started = schema["start-up"]
     assert started.pop("rank 16").startswith("LOCAL_RANK: 16 needs 17 npu devices on this host, found 16")
     assert started == {"auto": "npu", "peak memory": 0.0, "cuda devices": 16, "megatron": True}
-    assert schema["buffers"] == {name: {"hccl_buffer_size": mib} for name, mib in devices.HCCL_BUFFER_MIB.items()}
+    assert schema["buffers"] == {name: {"hccl_buffer_size": mib} for name, mib in HCCL_BUFFER_MIB.items()}

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from checks import kernels_check  # noqa: E402
 from checks.kernels_check import Case  # noqa: E402
 from facts.exits import InputError  # noqa: E402
+from facts.limits import HCCL_BUFFER_MIB  # noqa: E402
 from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
@@ -184,7 +185,7 @@ def main(trainings: str) -> None:
         "operators": operators,
         "stand-in": stand_in(),
         "start-up": start_up(),
-        "buffers": {name: devices.group_options(DEVICES["npu"], name).hccl_config for name in devices.HCCL_BUFFER_MIB},
+        "buffers": {name: devices.group_options(DEVICES["npu"], name).hccl_config for name in HCCL_BUFFER_MIB},
     }
     print(json.dumps(found))
 

@@ -314,6 +314,25 @@ def test_the_plan_counts_the_rows_that_the_engine_takes_at_once(ranks, changes, 
     assert given["max_sequences"] == at_once
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "expected"),
+    [
+        (
+            "npu",
+            16,
+            2 * (64 + 128 + 50) + 4 * 2 * 200,
+        ),  # TP4 x DP4 = EP16, and the engine's tensor, expert, MC2 and data
+        ("npu", 32, 2 * (64 + 128 + 50 + 50) + 4 * 2 * 200),  # each expert twice
+        ("cpu", 16, 0),
+    ],
+)
+def test_the_plan_counts_the_buffers_of_the_groups_that_carry_traffic(device, ranks, expected):
+    """In MiB; test_npu.py has the buffers of the groups that a run makes. Over all ranks numbers go on the host."""
+    cfg, arch = load_config("configs/qwen3.yaml"), real("qwen3")
+    parts = memory.step_memory(cfg, arch, grid.of(cfg.parallel, cfg.rollout, ranks), device, 61 * 2**30).parts
+    assert parts["communication buffers"] == expected * 2**20
+
+
 @pytest.mark.parametrize(("group", "rows"), [(8, 512), (2048, 2048)])  # 64 prompts x 8; one prompt
 def test_a_wave_of_the_embedded_sampler_has_all_samples_of_a_prompt(group, rows):
     prompts = 1024 // min(group, 512)
