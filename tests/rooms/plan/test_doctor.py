@@ -83,6 +83,7 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
     ("fail  torch: 2.10.0+cu128; needed", package(VERSIONS, "torch", "2.10.0+cu128")),
     ("fail  packages: not installed: pyarrow;", package(VERSIONS, "pyarrow", None)),
     ("fail  packages: not installed: torch-npu;", package(VERSIONS, "torch-npu", None)),
+    ("warn  packages: mindspeed not found in place of 0.16.0; needed", package(VERSIONS, "mindspeed", None)),
     ("fail  packages: torch-npu 2.9.0 beside torch 2.10.0+cpu", package(VERSIONS, "torch-npu", "2.9.0")),
     ("fail  packages: vllm-ascend 0.22.0 beside vllm 0.23.0", package(VERSIONS, "vllm-ascend", "0.22.0")),
     ("warn  packages: vllm-ascend 0.23.0 in place of 0.23.0.post1; needed", package(VERSIONS, "vllm-ascend", "0.23.0")),
