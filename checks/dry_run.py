@@ -19,7 +19,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 from unittest import mock
 
@@ -60,17 +60,8 @@ from weights.policy import Policy
 # ------------------------------------------------------------------------------------------------ the step
 
 
-def run(
-    side: Side,
-    arch: Architecture,
-    rank: int,
-    kind: str,
-    adapt: Callable[[torch.nn.Module], None] = lambda model: None,
-) -> DryRun:
-    """One step of ``rank``, which is on ``side``, with an update for each imbalance.
-
-    ``adapt`` may change the model before the step.
-    """
+def run(side: Side, arch: Architecture, rank: int, kind: str) -> DryRun:
+    """One step of ``rank``, which is on ``side``, with an update for each imbalance."""
     layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
     room = memory.packed_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
     done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(room, side.cfg.row_tokens, layout.tensor))
@@ -92,12 +83,12 @@ def run(
         stack.callback(gc.unfreeze)
         gc.disable()  # it runs at random moments
         stack.callback(gc.enable)
-        _step(done, parallel, meter, adapt)
+        _step(done, parallel, meter)
     done.phases = {name.replace("old_logp", "old policy"): phase for name, phase in meter.phases.items()}
     return done
 
 
-def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch.nn.Module], None]) -> None:
+def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
     """Load, push, update and save, as far as the side of this rank does it."""
     cfg = _of_one_micro_batch(done)
     learner = None
@@ -108,7 +99,6 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter, adapt: Callable[[torch
             mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
         ):
             policy = Policy.load(cfg, done.arch, parallel)
-        adapt(policy.model)
         if done.layout.role != "samplers":
             learner = _Learner(cfg, policy, pad_token=0)
             learner.tell(meter)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 import warnings
+from unittest import mock
 
 import torch
 
@@ -17,6 +18,7 @@ from checks import dry_run, dry_run_device, dry_run_report
 from inputs import hf_config
 from inputs.config import resolve_config
 from inputs.rules import side_of
+from weights.policy import Policy
 
 
 def kept_alive(model: torch.nn.Module) -> None:
@@ -53,7 +55,16 @@ def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, la
     cfg, _ = resolve_config(config, overrides, layout=False)
     arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
     arch = dataclasses.replace(arch, num_layers=layers, moe_layers=arch.moe_layers[:layers])
-    done = dry_run.run(side_of(cfg, ranks, rank), arch, rank, kind, adapt=FAULTS.get(fault, lambda model: None))
+    load = Policy.load
+
+    def with_fault(cfg, arch, parallel) -> Policy:
+        policy = load(cfg, arch, parallel)
+        if fault:
+            FAULTS[fault](policy.model)
+        return policy
+
+    with mock.patch.object(Policy, "load", with_fault):
+        done = dry_run.run(side_of(cfg, ranks, rank), arch, rank, kind)
     return dry_run_report.as_json(done, dry_run_report.compare(done))
 
 
