@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import warnings
 from collections.abc import Iterator
@@ -24,17 +23,14 @@ import torch
 import torch.distributed as dist
 import world
 from safetensors.torch import load_file
-from source import ROOT
 from tiers import asked, nightly
 from torch import Tensor
 
 import parallel_setup
-from engines import factory, vllm_ascend, vllm_colocated, vllm_engine, vllm_inside
+from engines import vllm_ascend, vllm_colocated, vllm_inside
 from facts import variables
 from facts.exits import InputError
-from hardware import device as devices
 from inputs import hf_config
-from inputs.config import load_config
 
 pytestmark = pytest.mark.xdist_group("vllm")  # the files that import vLLM share a process
 RANKS, TENSOR, DATA = 16, 4, 4
@@ -271,36 +267,6 @@ def test_a_window_that_is_too_small_for_the_tokens_of_a_step_is_refused(
     message = "HCCL_BUFFSIZE is .*; needed: "
     with contextlib.nullcontext() if enough else pytest.raises(InputError, match=message):
         vllm_ascend.check_window(arch, 16, tokens)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "change", "key", "message"),
-    [
-        (4, {}, "", ""),
-        (1, {"hidden_size": 512}, "", ""),  # all experts are on one rank
-        (4, {"hidden_size": 512}, "", "rollout.tensor: an NPU's expert kernels need hidden_size from 1024"),
-        (4, {"hidden_size": 512}, "rollout.sync=adapter", ""),  # the ranks split each expert, so MC2 sends nothing
-        (
-            4,
-            {"hidden_size": 9216},
-            "rollout.expert_parallel=true",
-            "rollout.expert_parallel: .* 1024 to 8192, not 9216",
-        ),
-        (4, {"experts_per_token": 17}, "", "rollout.tensor: .* experts a token from 1 to 16, not 17"),
-    ],
-)
-def test_the_ranks_of_a_replica_on_an_npu_need_the_experts_kernels_too(
-    monkeypatch, tensor: int, change: dict, key: str, message: str
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", {"vllm": "0.30.0+empty"}.get)
-    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
-    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    arch = dataclasses.replace(hf_config.parse(published.QWEN3_30B_A3B), **change)
-    sizes = [f"rollout.tensor={tensor}", "rollout.expert_parallel=false", "rollout.engine=vllm"]
-    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*sizes, *key.split()])
-    with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        factory.check_engine(cfg, arch, 16)
 
 
 def test_graphs_are_captured_for_few_sizes_with_torchs_own_compile(monkeypatch) -> None:

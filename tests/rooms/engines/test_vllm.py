@@ -7,15 +7,15 @@ Not covered: accelerators, several nodes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
 import os
 import weakref
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -25,17 +25,17 @@ import reference
 import torch
 import vllm_ranks
 import world
+from as_if_on import as_if_on
 from lockstep_ranks import CALLS
-from sampled import DENSE, FREE, assert_alike, flat
+from sampled import DENSE, FREE, HEADS, assert_alike, flat
 from source import ROOT
 from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 
-from engines import vllm_engine, vllm_setup
+from engines import factory, vllm_engine
 from engines.vllm_engine import VllmEngine
 from facts import variables
 from facts.exits import InputError, Tripped
-from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
 from weights.huggingface import fused_group
@@ -194,32 +194,99 @@ def test_the_runner_and_the_scheduling_of_vllm_are_set_by_name(fresh, monkeypatc
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("arch", "change", "message"),
-    [
-        ({}, {}, None),
-        (dict(head_dim=24), {}, "head_dim 24; needed: 32, 64, 80.*or rollout.engine torch"),
-        ({}, dict(tensor=3), "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
-        (dict(num_heads=6, num_kv_heads=3), dict(tensor=2), "rollout.tensor: 2 and 3 key/value heads"),
-        (dict(moe_layers=(False,) * 3), {}, "qwen3_moe needs a MoE layer, .* none; needed: rollout.engine torch"),
-        (
-            {},
-            dict(kv_cache_mib=1, max_new_tokens=4936),
-            "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for",
-        ),
-    ],
+class Place(NamedTuple):
+    device: str
+    version: str  # of vLLM
+    config: str  # a file of configs/
+    ranks: int
+    runner_2: str = "0"  # whether the environment asks for Model Runner V2
+
+
+CPU = Place("cpu", "0.30.0", "tiny_cpu", 4)
+NPU = Place("npu", "0.30.0+empty", "qwen3", 16)
+OLD_NPU = NPU._replace(version="0.23.0+empty")
+GPU = Place("cuda", "0.30.0", "qwen3", 16)
+QWEN3 = hf_config.parse(published.QWEN3_30B_A3B)
+SMALL = hf_config.parse(published.QWEN3_30B_A3B | reference.SIZES | HEADS)
+DENSE_QWEN15 = replace(hf_config.parse(published.QWEN15_MOE), moe_layers=(False,) * 24)
+PAIRS = (
+    "rollout.engine=vllm rollout.tensor=2 rollout.max_new_tokens=296 rollout.kv_cache_mib=8 "
+    "data.max_prompt_tokens=64 optim.tokens_per_micro_batch=8192 "
 )
-def test_layout_that_cannot_run_is_refused_without_vllm(sampled_models, monkeypatch, arch, change, message) -> None:
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device_type: None)
-    changed = dataclasses.replace(sampled_models("qwen3").arch, **arch)
-    sizes = {"tensor": 2, "max_new_tokens": 296, "kv_cache_mib": 8} | change
-    overrides = [f"rollout.{key}={value}" for key, value in sizes.items()]
-    cfg = load_config(
-        ROOT / "configs" / "tiny_cpu.yaml",
-        ["rollout.engine=vllm", "data.max_prompt_tokens=64", "optim.tokens_per_micro_batch=8192", *overrides],
-    )
+ADAPTER = "rollout.sync=adapter rollout.expert_parallel=false replay.mode=r2 lora.targets="
+ALL = "[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+NO_FC2 = "[linear_qkv,linear_proj,linear_fc1]"
+REPLICAS = "rollout.engine=vllm rollout.expert_parallel=false rollout.tensor="
+
+
+def needs_merged(reason: str) -> str:
+    return f"^rollout.sync: adapter: .*{reason}.*; needed: merged$"
+
+
+REFUSED = [  # the message is None where the engine accepts
+    (CPU, SMALL, PAIRS, None),
+    (CPU, replace(SMALL, head_dim=24), PAIRS, "head_dim 24; needed: 32, 64, 80.*or rollout.engine torch"),
+    (CPU, SMALL, PAIRS + "rollout.tensor=3", "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
+    (CPU, replace(SMALL, num_heads=6, num_kv_heads=3), PAIRS, "rollout.tensor: 2 and 3 key/value heads"),
+    (CPU, replace(SMALL, moe_layers=(False,) * 3), PAIRS, "a MoE layer, .* none; needed: rollout.engine torch"),
+    (
+        CPU,
+        SMALL,
+        PAIRS + "rollout.kv_cache_mib=1 rollout.max_new_tokens=4936",
+        "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for",
+    ),
+    # vllm-ascend always reports the log-probs of temperature 1.
+    (NPU, QWEN3, "rollout.temperature=0.7", "rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"),
+    (NPU, QWEN3, "", None),
+    # Recorded routes need a version or a runner that records them.
+    (OLD_NPU, QWEN3, "replay.mode=r3", None),
+    (NPU, QWEN3, "replay.mode=r3", "r3, but .* its Model Runner V2 only, .*; needed: r2, vllm-ascend 0.23, or"),
+    (NPU._replace(runner_2="1"), QWEN3, "replay.mode=r3", None),
+    (NPU, QWEN3, "replay.mode=r2", None),
+    # Adapters.
+    (
+        Place("cpu", "", "qwen3", 16),
+        QWEN3,
+        f"model.dtype=fp32 {ADAPTER}[linear_qkv]",
+        needs_merged("MoE layers by Triton kernels, which do not run on a CPU"),
+    ),
+    (OLD_NPU, DENSE_QWEN15, ADAPTER + ALL, needs_merged("vllm-ascend before 0.30 takes none beside shared")),
+    (NPU, QWEN3, ADAPTER + ALL, None),
+    (NPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("no fp32 on a GPU or an NPU")),
+    (NPU, QWEN3, ADAPTER + NO_FC2, needs_merged("all three matrices of an expert or none")),
+    (GPU._replace(version="0.31.1+cu130"), QWEN3, ADAPTER + "[linear_qkv,linear_proj]", None),
+    (GPU._replace(version="0.23.0"), QWEN3, ADAPTER + ALL, needs_merged("vLLM 0.23.0 may ignore weights .* pushed")),
+    (GPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("no fp32 on a GPU")),
+    (GPU, QWEN3, ADAPTER + NO_FC2, needs_merged("all three matrices of an expert or none")),
+    # The ranks of a replica on an NPU need the experts' kernels too.
+    (NPU, QWEN3, REPLICAS + "4", None),
+    (NPU, replace(QWEN3, hidden_size=512), REPLICAS + "1", None),  # all experts are on one rank
+    (NPU, replace(QWEN3, hidden_size=512), REPLICAS + "4", "rollout.tensor: an NPU's .* need hidden_size from 1024"),
+    # The ranks split each expert, so MC2 sends nothing.
+    (NPU, replace(QWEN3, hidden_size=512), REPLICAS + "4 rollout.sync=adapter", None),
+    (
+        NPU,
+        replace(QWEN3, hidden_size=9216),
+        REPLICAS + "4 rollout.expert_parallel=true",
+        "rollout.expert_parallel: .* 1024 to 8192, not 9216",
+    ),
+    (
+        NPU,
+        replace(QWEN3, experts_per_token=17),
+        REPLICAS + "4",
+        "rollout.tensor: .* experts a token from 1 to 16, not 17",
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "arch", "overrides", "message"), REFUSED)
+def test_what_the_engine_cannot_do_on_a_device_is_refused_without_vllm(
+    place, arch, overrides, message, monkeypatch
+) -> None:
+    as_if_on(monkeypatch, place.device, place.version, VLLM_USE_V2_MODEL_RUNNER=place.runner_2)
+    cfg = load_config(ROOT / "configs" / f"{place.config}.yaml", overrides.split())
     with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
-        vllm_setup.check(cfg, changed, 4)
+        factory.check_engine(cfg, arch, place.ranks)
 
 
 @pytest.mark.parametrize(
@@ -245,25 +312,3 @@ def test_absent_or_other_vllm_is_refused_by_the_list_that_has_it(monkeypatch, sp
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     with pytest.raises(InputError, match=message or "VLLM_CPU_KVCACHE_SPACE"):
         vllm_engine.check_installed("cpu")
-
-
-@pytest.mark.parametrize(
-    ("version", "runner", "message"),
-    [
-        ("0.23.0+empty", "0", None),
-        ("0.30.0+empty", "0", "replay.mode: r3, but .* its Model Runner V2 only, .*; needed: r2, vllm-ascend 0.23, or"),
-        ("0.30.0+empty", "1", None),
-    ],
-)
-def test_recorded_routes_on_an_npu_need_a_version_or_a_runner_that_records_them(
-    monkeypatch, version, runner, message
-) -> None:
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device_type: None)
-    monkeypatch.setattr(devices, "resolve", lambda device: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(importlib.metadata, "version", {"vllm": version}.get)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-    arch = hf_config.parse(published.QWEN3_30B_A3B)
-    for mode, refused in (("r3", message), ("r2", None)):
-        cfg = load_config(ROOT / "configs" / "qwen3.yaml", [f"replay.mode={mode}"])
-        with pytest.raises(InputError, match=refused) if refused else contextlib.nullcontext():
-            vllm_setup.check(cfg, arch, 16)

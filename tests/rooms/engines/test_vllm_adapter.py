@@ -6,12 +6,9 @@ that the factors of MoE models are right is shown by test_one_policy.py. Not cov
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import adapted
 import published
@@ -26,13 +23,11 @@ from source import ROOT
 from vllm_ranks import PROMPTS, SEEDS
 
 import aqn
-from engines import vllm_adapter, vllm_engine, vllm_setup
+from engines import vllm_adapter
 from engines.interface import Completion
 from engines.vllm_engine import VllmEngine
 from facts.exits import InputError
-from hardware import device as devices
 from inputs import hf_config
-from inputs.config import load_config
 from knobs import LoraConfig
 from parallel_setup import Parallel
 from weight_sync import Push
@@ -117,37 +112,7 @@ def test_logp_after_every_push_is_that_of_transformers_with_merged_weights_and_t
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-LORA = LoraConfig(targets=ALL, rank=RANK, alpha=ALPHA)
-ARCH = hf_config.parse(published.QWEN3_30B_A3B)
 DENSE_ARCH = dataclasses.replace(hf_config.parse(published.QWEN15_MOE), moe_layers=(False,) * 24)
-
-
-@pytest.mark.parametrize(
-    ("arch", "device_type", "dtype", "targets", "version", "message"),
-    [
-        (ARCH, "cpu", "fp32", ALL[:1], "", "MoE layers by Triton kernels, which do not run on a CPU"),
-        (DENSE_ARCH, "npu", "bf16", ALL, "0.23.0+empty", "vllm-ascend before 0.30 takes none beside shared"),
-        (ARCH, "npu", "bf16", ALL, "0.30.0+empty", None),
-        (ARCH, "npu", "fp32", ALL, "0.30.0+empty", "no fp32 on a GPU or an NPU"),
-        (ARCH, "npu", "bf16", ALL[:3], "0.30.0+empty", "all three matrices of an expert or none"),
-        (ARCH, "cuda", "bf16", ALL[:2], "0.31.1+cu130", None),
-        (ARCH, "cuda", "bf16", ALL, "0.23.0", "vLLM 0.23.0 may ignore weights that are pushed"),
-        (ARCH, "cuda", "fp32", ALL, "0.30.0", "no fp32 on a GPU"),
-        (ARCH, "cuda", "bf16", ALL[:3], "0.30.0", "all three matrices of an expert or none"),
-    ],
-)
-def test_what_vllm_cannot_take_is_refused_without_it(
-    arch, device_type, dtype, targets, version, message, monkeypatch
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type=device_type))
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
-    overrides = [f"model.dtype={dtype}", f"lora.targets=[{', '.join(targets)}]", "rollout.sync=adapter"]
-    more = ["rollout.expert_parallel=false", "replay.mode=r2"]
-    cfg = load_config("configs/qwen3.yaml", [*overrides, *more])
-    refused = pytest.raises(InputError, match=f"^rollout.sync: adapter: .*{message}.*; needed: merged$")
-    with refused if message else contextlib.nullcontext():
-        vllm_setup.check(cfg, arch, 16)
 
 
 @pytest.mark.parametrize(

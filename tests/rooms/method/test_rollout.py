@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import published
 import pytest
 import torch
 import training
@@ -23,12 +22,8 @@ import export
 import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
-from engines import factory, vllm_engine
 from engines.interface import Completion
-from facts.exits import InputError
 from facts.seeds import derive_seed
-from hardware import device as devices
-from inputs import hf_config
 from inputs.config import to_yaml
 from knobs import Config
 from model import batches
@@ -127,20 +122,6 @@ def test_packed_rows_count_their_prompt_once_and_a_quarter_of_their_padded_size(
     assert batches.plan(lengths, 1, 60, 1, 4, prompts) == [[list(range(8))]]
     assert batches.plan(lengths, 1, 59, 1, 4, prompts) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert len(batches.plan(lengths, 1, 60, 1, 4)) == 2  # as padded rows
-
-
-# ------------------------------------------------------------------------------------------------ the engine
-
-
-def test_vllm_on_an_npu_samples_at_temperature_1_only(tmp_path: Path, monkeypatch) -> None:
-    """vllm-ascend always reports the log-probs of temperature 1."""
-    arch = hf_config.parse(published.QWEN3_30B_A3B)
-    cfg = training.config(tmp_path, tmp_path, rollout__engine="vllm", rollout__temperature=0.7)
-    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
-    with pytest.raises(InputError, match="rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"):
-        factory.check_engine(cfg, arch, 1)
-    factory.check_engine(training.config(tmp_path, tmp_path, rollout__engine="vllm"), arch, 1)
 
 
 # ------------------------------------------------------------------------------------------------ pack

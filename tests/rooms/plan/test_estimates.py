@@ -7,7 +7,6 @@ import dataclasses
 import math
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import live_bytes
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import training
 import world
+from as_if_on import as_if_on
 from live_bytes import LiveBytes
 from tiers import ci, nightly
 
@@ -23,10 +23,9 @@ import lora_megatron
 import parallel_setup
 import preflight
 from checks import dry_run_device
-from engines import factory, vllm_adapter, vllm_ascend, vllm_colocated, vllm_engine
+from engines import factory, vllm_ascend, vllm_colocated, vllm_engine
 from facts.architectures import Architecture
 from facts.devices import HARDWARE
-from hardware import device as devices
 from inputs import hf_config
 from inputs.config import load_config
 from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
@@ -346,9 +345,7 @@ def test_a_wave_of_the_embedded_sampler_has_all_samples_of_a_prompt(group, rows)
 def test_a_run_checks_the_kernel_for_the_tokens_that_a_rank_will_send(prompts, tokens, monkeypatch):
     cfg = load_config("configs/qwen3.yaml", [f"rollout.prompts_per_step={prompts}", "rollout.kv_cache_mib=40000"])
     seen = []
-    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
-    monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
+    as_if_on(monkeypatch, "npu", "0.23.0+empty")
     monkeypatch.setattr(vllm_ascend, "check_window", lambda arch, ranks, tokens: seen.append((ranks, tokens)))
     factory.check_engine(cfg, real("qwen3"), 16)
     assert seen == [(16, tokens)]

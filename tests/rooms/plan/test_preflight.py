@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from as_if_on import as_if_on
 from tiers import ci
 
 import preflight
-from engines import factory, vllm_adapter, vllm_engine
+from engines import factory
 from facts.architectures import Architecture
 from facts.devices import HARDWARE, SPREAD, Range, spread
-from hardware import device as devices
 from inputs import config, hf_config, rules
 from plan import search, whole_run
 from plan.grid import WHOLE
@@ -195,10 +195,7 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
     "asked", [(QWEN15, "--ranks", "8", "--fastest"), (QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY), (QWEN3, "--fastest")]
 )
 def test_a_start_on_npus_accepts_each_layout_that_was_offered_for_them(asked, capsys, monkeypatch):
-    monkeypatch.setattr(devices, "resolve", lambda name: SimpleNamespace(type="npu"))
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda device: None)
-    monkeypatch.setattr(vllm_adapter, "is_old", lambda: True)
-    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    as_if_on(monkeypatch, "npu", "0.23.0+empty")
     offered = report(capsys, *asked)["alternatives"]
     assert offered
     for other in offered:
