@@ -7,28 +7,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 
 import launched
-import live_bytes
 import pytest
 import torch
-import training
-import world
-from live_bytes import LiveBytes
 from source import ROOT
 from tiers import asked, ci, nightly
 
-import parallel_setup
 import preflight
 from checks import dry_run
 from checks.dry_run_meter import Meter, Phase
 from checks.dry_run_report import Compared, DryRun, as_text
-from inputs import hf_config
-from inputs.config import load_config
-from learner import Learner
-from runlog.log import RunLog
-from runlog.progress import Heartbeat, StepTimer
 
 EP16 = ("qwen3", 16, 4, 16)  # configuration, ranks, tensor, expert, other changes
 R3 = ("qwen15_moe", 6, 2, 3, "model.recompute=false", "replay.mode=r3")
@@ -220,43 +209,6 @@ def test_the_text_has_a_line_for_each_phase_and_names_what_differs():
     done = DryRun(None, None, None, "npu", rows=8, length=1000, phases={"forward": phase})
     text = " ".join(as_text(done, [Compared("weights", "GiB", 2**30, 2**31, False)]).split())
     assert "forward 1.500 2.000 1,234 1.000" in text and text.endswith("weights 1.000 2.000 GiB DIFFERS")
-
-
-def metered(parallel: parallel_setup.Parallel, cfg) -> tuple[int, int]:
-    """The peak of a real update beyond what was there before: by the meter, and by the allocator."""
-    with Meter("cpu") as meter:
-        update = prepared(parallel, cfg)
-        before = meter.now
-        with meter.phase("measured"):
-            update()
-    update = prepared(parallel, cfg)
-    with LiveBytes() as live:
-        update()
-    return meter.phases["measured"].peak - before, live.peak
-
-
-def prepared(parallel: parallel_setup.Parallel, cfg) -> Callable[[], object]:
-    """An update of a tiny model, ready to run."""
-    cfg = load_config("configs/tiny_cpu.yaml")
-    arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
-    learner = Learner(cfg, live_bytes.policy_of(parallel, cfg, arch), pad_token=0)
-    batch, weights = live_bytes.rollout_of(cfg), torch.ones(cfg.rollout.prompts_per_step * cfg.rollout.group_size)
-    return lambda: learner.update(batch, [], weights, 0, StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device))
-
-
-@pytest.mark.parametrize("recompute", [True, ci(False)])
-def test_the_meter_counts_what_the_allocator_gives(recompute, tmp_path):
-    cfg = training.config(
-        tmp_path,
-        tmp_path,
-        model__recompute=recompute,
-        data__max_prompt_tokens=4,
-        rollout__max_new_tokens=60,
-        rollout__group_size=4,
-        optim__tokens_per_micro_batch=512,
-    )
-    ((meter, allocator),) = world.in_layouts(["TP1"], metered, cfg)["TP1"]
-    assert meter == pytest.approx(allocator, rel=0.02)
 
 
 @pytest.mark.parametrize(
