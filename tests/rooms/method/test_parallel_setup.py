@@ -1,4 +1,4 @@
-"""Ranks, groups, reductions, and collectives in the same order on all ranks."""
+"""Reductions, and collectives in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import collectives
 import pytest
 import run_scripts
 import torch
-import torch.distributed as dist
 import training
 import world
 from planted import nothing
@@ -25,15 +24,11 @@ LAYOUTS = world.TESTED
 
 
 def measure(parallel: Parallel) -> dict:
-    """The place of this rank, its groups, and every reduction of numbers that identify their ranks."""
+    """The place of this rank, and every reduction of numbers that identify their ranks."""
     values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
     summed = parallel.sum_over_data(values)
-    members = {}
-    for name in ("tensor", "data", "expert", "expert_data"):
-        members[name] = sorted(dist.get_process_group_ranks(getattr(parallel, f"{name}_group")))
     return {
-        "parallel": {name: getattr(parallel, name) for name in parallel.__dataclass_fields__ if "group" not in name},
-        "members": members,
+        "data_rank": parallel.data_rank,
         "summed": summed.tolist(),
         "values after": values.tolist(),
         "rows": parallel.gather_rows(torch.full((2, 3), parallel.rank)),
@@ -54,39 +49,12 @@ def layout(request) -> str:
     return request.param
 
 
-def test_sizes_multiply_to_the_number_of_ranks(layout, everywhere):
-    ranks, tensor, expert = world.LAYOUTS[layout]
-    for rank, answers in enumerate(everywhere[layout]):
-        found = answers["parallel"]
-        assert (found["rank"], found["world_size"]) == (rank, ranks)
-        assert (found["tensor"], found["expert"]) == (tensor, expert)
-        assert tensor * found["data"] == expert * found["expert_data"] == ranks
-
-
-def test_groups_have_the_sizes_they_claim_and_cover_the_grid_once(layout, everywhere):
-    answers = everywhere[layout]
-    for name in ("tensor", "data", "expert", "expert_data"):
-        groups = {tuple(rank["members"][name]) for rank in answers}
-        assert all(len(group) == answers[0]["parallel"][name] for group in groups)
-        assert sorted(rank for group in groups for rank in group) == list(range(len(answers)))
-    for first, second in (("tensor", "data"), ("expert", "expert_data")):
-        for rank in answers:
-            assert len(set(rank["members"][first]) & set(rank["members"][second])) == 1
-
-
-def test_ranks_of_a_group_have_different_places_in_it(layout, everywhere):
-    answers = everywhere[layout]
-    for name in ("tensor", "data", "expert"):
-        for rank in answers:
-            places = [answers[other]["parallel"][f"{name}_rank"] for other in rank["members"][name]]
-            assert places == list(range(len(places)))
-
-
 def test_sum_over_data_adds_each_data_rank_once_and_leaves_its_input(layout, everywhere):
+    ranks, tensor, _ = world.LAYOUTS[layout]
+    data = ranks // tensor
     for rank in everywhere[layout]:
-        data = rank["parallel"]["data"]
         assert rank["summed"] == [sum(4**i for i in range(data)), 10 * data]
-        assert rank["values after"] == [4 ** rank["parallel"]["data_rank"], 10]
+        assert rank["values after"] == [4 ** rank["data_rank"], 10]
 
 
 def test_rows_and_objects_are_gathered_in_rank_order_and_the_largest_number_is_found(layout, everywhere):
