@@ -88,7 +88,8 @@ SPLITS = {  # the same step, split in another way
     "EP2, one row, recompute": ("EP2", ONE_ROW | {"model__recompute": True}),
 }
 ONCE = list(zip(OPTIONS, itertools.cycle(SPLITS), strict=False))  # each option in one split
-PAIRS = [*ONCE[2:5], *(ci(*pair) for pair in (*ONCE[:2], *ONCE[5:]))]
+IN_EACH_RUN = ("dr_grpo", "noisy mis", "int4", "dynamic")
+PAIRS = [pair if pair[0] in IN_EACH_RUN else ci(*pair) for pair in ONCE]
 PAIRS += [nightly(*pair) for pair in itertools.product(OPTIONS, SPLITS) if pair not in ONCE]
 TWO_ROWS = {"rollout__prompts_per_step": 2, "rollout__group_size": 2, "optim__prompts_per_update": 1}
 FEW = {  # fewer sequences than data ranks; sometimes no sequence is trained

@@ -193,32 +193,6 @@ def test_weights_and_router_gradient_equal_the_dense_formula(norm_topk_prob):
         assert (live.grad != 0).all()
 
 
-def router_gradients(parallel, path, tokens, recompute):
-    model, arch = load(path, parallel, recompute=recompute)
-    replay = routing_replay.RoutingReplay(model, arch, parallel)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    router = model.decoder.layers[arch.moe_layers.index(True)].mlp.router
-    router.weight.requires_grad_(True)
-    tokens, mask = my_rows(tokens, parallel)
-    shape = (*tokens.shape, sum(arch.moe_layers), arch.experts_per_token)
-    generator = torch.Generator().manual_seed(3)
-    routes = torch.rand(*shape[:3], arch.num_experts, generator=generator).argsort(-1)[..., : shape[3]].to(torch.uint8)
-    with replay.replaying(routes, torch.ones_like(tokens, dtype=torch.bool)):
-        megatron_model.token_logprobs(model, tokens, mask, parallel)[0].sum().backward()
-        uses = list(replay.uses)
-    return router.weight.grad, uses
-
-
-def test_replay_survives_activation_recompute(folder):
-    tokens = reference.tokens(rows=2, length=8)
-    plain, once = world.in_layouts(["TP1"], router_gradients, folder, tokens, False)["TP1"][0]
-    again, twice = world.in_layouts(["TP1"], router_gradients, folder, tokens, True)["TP1"][0]
-    assert plain.abs().max() > 0
-    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-7)
-    assert set(once) == {1} and set(twice) == {2}  # forward, and forward again inside the backward
-
-
 def passes_that_use_no_record(parallel, path):
     model, arch = load(path, parallel)
     replay = routing_replay.RoutingReplay(model, arch, parallel)
