@@ -124,32 +124,22 @@ def counted(parallel, path):
 
 
 def load_by_hand(path):
-    """The same from the inputs of transformers' MoE layers, token by token and layer by layer."""
-    model, layers = reference.load(path), []
-    tokens, _ = rows_to_train()
-    moe_layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    for mlp in moe_layers:
-        tokens_of, sure = collections.Counter(), []
-
-        def count(module, args, mlp=mlp, tokens_of=tokens_of, sure=sure):
-            logits = (args[0] @ mlp.gate.weight.T)[0].double()
-            tokens_of.update(logits.topk(4, dim=-1).indices.flatten().tolist())
-            sure += logits.softmax(-1).amax(-1).tolist()
-
-        mlp.register_forward_pre_hook(count)
-        layers.append((tokens_of, sure))
+    """The same from the router logits of transformers."""
+    model, (tokens, _) = reference.load(path), rows_to_train()
+    passes = []
     with torch.no_grad():
         for row, length in zip(tokens, LENGTHS, strict=True):
-            model(row[None, : length - 1])
+            passes.append(model(row[None, : length - 1], output_router_logits=True).router_logits)
     by_layer = collections.defaultdict(list)
-    for tokens_of, sure in layers:
-        total = sum(tokens_of.values())
-        assert total == 4 * len(sure) == 4 * (sum(LENGTHS) - 4)
-        by_layer["moe/load_max"].append(max(tokens_of.values()) / (total / 16))
-        entropy = -sum(n / total * math.log(n / total) for n in tokens_of.values())
-        by_layer["moe/load_entropy"].append(entropy / math.log(16))
-        by_layer["moe/unused_frac"].append(1 - len(tokens_of) / 16)
-        by_layer["moe/confidence"].append(statistics.fmean(sure))
+    for of_rows in zip(*passes, strict=True):
+        logits = torch.cat(of_rows).double()  # (tokens, 16)
+        assert len(logits) == sum(LENGTHS) - 4
+        tokens_of = logits.topk(4).indices.flatten().bincount(minlength=16)
+        share = tokens_of / tokens_of.sum()
+        by_layer["moe/load_max"].append(16 * share.max().item())
+        by_layer["moe/load_entropy"].append(torch.special.entr(share).sum().item() / math.log(16))
+        by_layer["moe/unused_frac"].append((tokens_of == 0).double().mean().item())
+        by_layer["moe/confidence"].append(logits.softmax(-1).amax(-1).mean().item())
     return dict(by_layer)
 
 
