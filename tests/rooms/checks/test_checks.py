@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import http.server
 import inspect
+import io
 import json
 import math
 import os
@@ -14,10 +13,11 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
-from typing import NamedTuple
 
 import launched
 import planted
@@ -514,12 +514,6 @@ EXPERTS, RANK = 8, probes.RANK
 TWO_LAYERS = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": EXPERTS, "num_experts_per_tok": 2}
 
 
-class Asked(NamedTuple):
-    code: int
-    rows: dict[str, dict]
-    text: str
-
-
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
     """The probes of an adapter that PEFT itself has made and saved, for a Qwen2-MoE with a dense and a MoE layer."""
@@ -546,11 +540,11 @@ def probed(tmp_path_factory) -> Path:
     return folder / "probes"
 
 
-def ask(folder: Path, stack: str, *more: str) -> Asked:
-    """What the check says about each probe of a folder."""
+def ask(folder: Path, stack: str, *more: str) -> tuple[int, dict[str, dict]]:
+    """The exit code of the check, and what it says about each probe of a folder."""
     code = adapter_check.main([str(folder), "--stack", stack, "--json", str(folder / "found.json"), *more])
     figures = json.loads((folder / "found.json").read_text())
-    return Asked(code, {row["probe"]: row for row in figures["rows"]}, json.dumps(figures))
+    return code, {row["probe"]: row for row in figures["rows"]}
 
 
 def swapped(tensor: Tensor, dim: int) -> Tensor:
@@ -616,7 +610,7 @@ def test_what_is_wrong_with_an_adapter_is_named(probed: Path, tmp_path: Path) ->
             shutil.copytree(probed / "probes" / probe, target)
             changed_settings(target, **settings)
             changed_factors(target, change)
-        code, rows, _ = ask(folder, "peft", "--dtype", dtype)
+        code, rows = ask(folder, "peft", "--dtype", dtype)
         assert code == 1 and len(rows) == len(WRONG)
         for label, (probe, _, _, verdict, remark) in WRONG.items():
             row = rows[f"{probe.partition('.')[0]}.{label}"]
@@ -625,16 +619,16 @@ def test_what_is_wrong_with_an_adapter_is_named(probed: Path, tmp_path: Path) ->
 
 def test_an_adapter_from_peft_is_read_as_peft_applies_it_and_what_peft_drops_is_found(probed: Path) -> None:
     """PEFT 0.21.2 with transformers 5.19: the experts of a Qwen2-MoE adapter with a pair an expert are left out."""
-    code, rows, _ = ask(probed, "peft", "--only", "given")
+    code, rows = ask(probed, "peft", "--only", "given")
     assert code == 0 and rows["given.copied"]["verdict"] == "applied"
-    code, rows, _ = ask(probed, "peft", "--only", "all")
+    code, rows = ask(probed, "peft", "--only", "all")
     assert code == 1 and rows["all.stack"]["verdict"] == "applied"
     for form in ("all.full", "all.leaf"):
         assert rows[form]["remark"] == "all but routed experts" and not rows[form]["warned"], rows[form]
-    _, rows, _ = ask(probed, "peft", "--only", "names_")
+    _, rows = ask(probed, "peft", "--only", "names_")
     assert {row["verdict"] for row in rows.values()} == {"ignored"}
     assert all("missing adapter keys" in row["warned"][0] for row in rows.values())
-    _, rows, _ = ask(probed, "peft", "--only", "pattern")
+    _, rows = ask(probed, "peft", "--only", "pattern")
     assert {row["verdict"] for row in rows.values()} == {"applied"} and len(rows) == 2
 
 
@@ -666,11 +660,11 @@ def test_the_models_of_the_document_show_what_its_table_says_of_peft(
     bases = runpy.run_path(str(ROOT / "examples" / "adapter_bases.py"))
     bases["make"](tmp_path, {kind: bases["KINDS"][kind]})
     assert export.main([str(tmp_path / kind / "adapter"), "--probes", str(tmp_path / "probes")]) == 0
-    _, rows, _ = ask(tmp_path / "probes", "peft", "--only", "all")
+    _, rows = ask(tmp_path / "probes", "peft", "--only", "all")
     assert rows["all.stack"]["verdict"] == "applied"
     for form in ("all.full", "all.leaf"):
         assert rows[form]["verdict"] == ("wrong" if whole else "applied") and whole in rows[form]["remark"], rows[form]
-    _, rows, _ = ask(tmp_path / "probes", "peft", "--only", "mlp_fc1")
+    _, rows = ask(tmp_path / "probes", "peft", "--only", "mlp_fc1")
     assert rows["mlp_fc1.leaf"]["verdict"] == without_down and rows["mlp_fc1.stack"]["verdict"] == "applied"
 
 
@@ -694,51 +688,37 @@ def by_trainer(parallel: Parallel, folder: Path) -> dict[str, Tensor]:
     return {"": trainer({})} | {name: trainer(peft_adapters.read(path, arch)) for name, path in adapters.items()}
 
 
-@contextlib.contextmanager
-def served(expected: dict, echo: bool, answers: dict[str, list]) -> Iterator[str]:
-    """The address of a server with these log-probs a model. It has qkv.full, and refuses to load it or another one."""
+def server(expected: dict, echo: bool, answers: dict[str, list]) -> Callable[..., io.BytesIO]:
+    """urlopen with a server of these log-probs a model. It has qkv.full, and refuses to load it or another one."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "base"}, {"id": "qkv.full"}]})
+    def urlopen(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        if request.data is None:
+            return io.BytesIO(b'{"data": [{"id": "base"}, {"id": "qkv.full"}]}')
+        body = json.loads(request.data)
+        if request.full_url.endswith("/v1/load_lora_adapter"):
+            if body["lora_name"] in answers.keys() - {"qkv.full"}:
+                return io.BytesIO(b"Success")
+            raise urllib.error.HTTPError(request.full_url, 400, "Bad Request", Message(), io.BytesIO(b"no such module"))
+        prompt = body["prompt"]
+        row = answers[body["model"]][expected["prompts"].index(prompt)]
+        choice: dict = {"text": "a"}
+        if echo and body.get("echo"):
+            choice["logprobs"] = {"token_logprobs": [None, *row, -0.5]}
+        elif not echo:
+            keyed = zip(prompt[1:], row, strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": logp}} for token, logp in keyed)]
+        return io.BytesIO(json.dumps({"choices": [choice]}).encode())
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/v1/load_lora_adapter":
-                takes = body["lora_name"] in answers.keys() - {"qkv.full"}
-                return self.reply(200 if takes else 400, {"error": "no such module"})
-            prompt = body["prompt"]
-            row = answers[body["model"]][expected["prompts"].index(prompt)]
-            choice: dict = {"text": "a"}
-            if echo and body.get("echo"):
-                choice["logprobs"] = {"token_logprobs": [None, *row, -0.5]}
-            elif not echo:
-                keyed = zip(prompt[1:], row, strict=True)
-                choice["prompt_logprobs"] = [None, *({str(token): {"logprob": logp}} for token, logp in keyed)]
-            return self.reply(200, {"choices": [choice]})
-
-        def reply(self, code: int, content: dict) -> None:
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        def log_message(self, *unused) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    return urlopen
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_server_is_asked_for_the_log_probs_of_the_prompts(probed: Path, echo: bool) -> None:
+def test_a_server_is_asked_for_the_log_probs_of_the_prompts(probed: Path, echo: bool, monkeypatch) -> None:
     expected = json.loads((probed / "expected.json").read_text())
     right = expected["kinds"]["qkv"]["right"]
     answers = {"base": expected["base"], "qkv.full": right, "qkv.names_fsdp": expected["base"]}
-    with served(expected, echo, answers) as url:
-        code, rows, _ = ask(probed, url, "--only", "qkv")
+    monkeypatch.setattr(urllib.request, "urlopen", server(expected, echo, answers))
+    code, rows = ask(probed, "http://host", "--only", "qkv")
     assert code == 1
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "qkv.full": "applied",
@@ -769,7 +749,7 @@ def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_pa
 def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Path) -> None:
     shutil.copytree(probed, tmp_path / "probes")
     changed_settings(tmp_path / "probes" / "probes" / "given.copied", r=3)
-    code, rows, _ = ask(tmp_path / "probes", "peft", "--only", "given")
+    code, rows = ask(tmp_path / "probes", "peft", "--only", "given")
     assert (code, rows["given.copied"]["verdict"]) == (1, "refused")
 
 
