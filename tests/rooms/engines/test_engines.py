@@ -28,7 +28,7 @@ from tiers import ci, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_ranks import PROMPTS, SEEDS, perturbed
 
-from engines import torch_decoder, torch_sampler, vllm_inside
+from engines import torch_decoder, vllm_inside
 from engines.drawing import inverse_cdf, pick, uniforms_of
 from engines.interface import Completion, Engine, fault_of_log_probs
 from engines.torch_sampler import TorchSampler
@@ -315,36 +315,6 @@ def test_a_row_that_vllm_preempts_and_continues_draws_the_same_tokens(sampled_mo
     answers = vllm_of(model, ()).sample(prompts, seeds=list(range(20)), **settings)
     assert preempted
     assert_alike(answers, embedded(model).sample(prompts, seeds=list(range(20)), **settings))
-
-
-NEVER = "sample: token 127 was drawn, whose probability is 0. This is a fault of the sampler; .* 13394"
-
-
-@pytest.mark.xdist_group("vllm")
-@pytest.mark.vllm
-def test_a_drawn_token_of_probability_0_is_called_a_fault_of_the_sampler(sampled_models, vllm_of, monkeypatch) -> None:
-    """As vllm-ascend's issue 13394 draws masked ids; the other rows of the batch are right, in both engines."""
-    model, wanted = sampled_models("qwen3"), torch.tensor(127)
-
-    def masked(logits, *more):
-        return logits.index_fill(1, wanted, -torch.inf)
-
-    def draws_it(logits, *more):
-        token, logp = pick(masked(logits), *more)
-        token[-1] = wanted
-        return token, logp.index_fill(0, torch.tensor(len(logp) - 1), -torch.inf)
-
-    engine = vllm_of(model)
-    drawn = engine.draws.in_runner_1
-    monkeypatch.setattr(
-        engine.draws.runner.sampler.topk_topp_sampler, "forward", lambda logits, *more: drawn(masked(logits), *more)
-    )
-    engine.sample(PROMPTS, seeds=SEEDS, **FREE)  # the mask alone is no fault
-    for module in (vllm_inside, torch_sampler):
-        monkeypatch.setattr(module, "pick", draws_it)
-    for each in (engine, embedded(model)):
-        with pytest.raises(Tripped, match=NEVER):
-            each.sample(PROMPTS, seeds=SEEDS, **FREE)
 
 
 @pytest.mark.xdist_group("vllm")
