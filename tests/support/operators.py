@@ -36,7 +36,7 @@ def odd_widths(cases: list[Case]) -> list[Case]:
     """Grouped products whose rows do not begin at multiples of 16 bytes, and one with a transposed weight."""
     by_name = {case.name: case for case in cases}
     case = by_name["grouped_mm (LoRA B)"]
-    x, weight, counts = case.inputs.values()
+    x, weight, _ = case.inputs.values()
     narrow = {"x": x[:, :5], "weight": weight[:, :5, :3]}
     turned = {"weight": weight.transpose(1, 2).contiguous().transpose(1, 2)}
     return [

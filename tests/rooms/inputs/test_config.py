@@ -470,43 +470,54 @@ def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrid
 
 
 @pytest.mark.parametrize(
-    ("arch", "world", "layout", "expected"),
+    ("arch", "world", "changes", "expected"),
     [
-        (QWEN3_30B_A3B, 16, {"tensor": 3}, "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
-        (QWEN3_30B_A3B, 6, {"tensor": 4}, "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
-        (QWEN3_30B_A3B, 12, {"expert": 3}, "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
-        (QWEN3_30B_A3B, 12, {"expert": 8}, "parallel.expert: 8 does not divide 12 ranks; nearest: 4"),
-        (QWEN15_MOE, 16, {"expert": 16}, "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
+        (QWEN3_30B_A3B, 16, "parallel.tensor=3", "parallel.tensor: 3 does not divide 4 key/value heads; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 6, "parallel.tensor=4", "parallel.tensor: 4 does not divide 6 ranks; nearest: 2"),
+        (QWEN3_30B_A3B, 12, "parallel.expert=3", "parallel.expert: 3 does not divide 128 experts; nearest: 2, 4"),
+        (QWEN3_30B_A3B, 12, "parallel.expert=8", "parallel.expert: 8 does not divide 12 ranks; nearest: 4"),
+        (QWEN15_MOE, 16, "parallel.expert=16", "parallel.expert: 16 does not divide 60 experts; nearest: 4"),
         (
             dataclasses.replace(QWEN15_MOE, shared_expert_ffn_size=5630),
             16,
-            {"tensor": 4},
+            "parallel.tensor=4",
             "parallel.tensor: 4 does not divide 5630 columns of the shared expert; nearest: 2",
         ),
         (
             dataclasses.replace(QWEN15_MOE, vocab_size=151937),
             16,
-            {"tensor": 4},
+            "parallel.tensor=4",
             "parallel.tensor: 4 does not divide 151937 tokens of the vocabulary; nearest: 1",
         ),
         (
             dataclasses.replace(QWEN3_30B_A3B, dense_ffn_size=6142, moe_layers=(False,) + (True,) * 47),
             16,
-            {"tensor": 4},
+            "parallel.tensor=4",
             "parallel.tensor: 4 does not divide 6142 columns of a dense layer; nearest: 2",
         ),
         (
             dataclasses.replace(QWEN3_30B_A3B, max_positions=1024),
             16,
-            {},
+            "",
             "data.max_prompt_tokens: 512 + rollout.max_new_tokens 1536 = 2048 exceeds the model's 1024 positions",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, hidden_size=80),
+            16,
+            "model.quantisation=int4",
+            "int4 with hidden_size 80; needed: a multiple of 32",
+        ),
+        (
+            dataclasses.replace(QWEN3_30B_A3B, expert_ffn_size=48),
+            16,
+            "model.quantisation=int4",
+            "int4 with moe_intermediate_size 48; needed: a multiple of 32",
         ),
     ],
 )
-def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, layout, expected):
-    sizes = {"tensor": 1, "expert": 1} | layout
-    layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
-    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*layout, "rollout.expert_parallel=false"])
+def test_an_impossible_layout_is_refused_with_numbers_and_the_nearest_that_works(arch, world, changes, expected):
+    whole = ["parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"]
+    cfg = load_config(ROOT / "configs" / "qwen3.yaml", [*whole, *changes.split()])
     with pytest.raises(InputError) as caught:
         refuse_first(trainer_problems(cfg, arch, world))
     assert str(caught.value).endswith(expected) or str(caught.value).startswith(expected)
