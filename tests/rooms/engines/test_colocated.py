@@ -197,17 +197,6 @@ class TestAgainstVllm:
                 assert torch.equal(pushed[name], value), name
 
 
-@pytest.mark.vllm
-def test_the_real_vocabulary_is_split_alike() -> None:
-    """151,936 tokens over 4 ranks: a multiple of vLLM's block, so that padding moves no boundary."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
-
-    from inputs import rules
-
-    assert DEFAULT_VOCAB_PADDING_SIZE == rules.VOCABULARY_BLOCK
-    assert pad_vocab_size(151936, DEFAULT_VOCAB_PADDING_SIZE) == 151936 == 4 * 37984
-
-
 def test_a_push_brings_only_biases_that_the_model_has() -> None:
     """vLLM's Qwen2-MoE always has them; load_weights clears those that no push brings."""
     engine = object.__new__(vllm_colocated.ColocatedEngine)

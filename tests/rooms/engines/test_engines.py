@@ -238,6 +238,18 @@ def test_broken_push_names_the_tensor_and_asks_for_a_whole_one(opened, case: str
 
 
 @pytest.mark.xdist_group("vllm")
+def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(opened) -> None:
+    engine, model = opened()
+    expected = flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE))
+    huge = {"model.layers.0.input_layernorm.weight": torch.full((64,), 3.4e38)}
+    engine.load_weights(huge.items())
+    with pytest.raises(Tripped, match="not finite"):
+        engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+    engine.load_weights(model.tensors.items())
+    assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == expected
+
+
+@pytest.mark.xdist_group("vllm")
 def test_biases_travel_with_their_weights(opened) -> None:
     engine, model = opened("qwen2")
     with pytest.raises(InputError, match="layers.2.self_attn.q_proj.bias is missing .3 missing, 3 found"):
@@ -311,10 +323,11 @@ def test_a_row_that_vllm_preempts_and_continues_draws_the_same_tokens(sampled_mo
     )
     model = sampled_models("qwen3")
     prompts = [[(i + j) % 100 for j in range(124)] for i in range(20)]  # 40 blocks of 128 tokens; 4 MiB hold 21
-    settings = dict(num_samples=1, max_new_tokens=12, temperature=1.0)
+    settings = dict(num_samples=1, max_new_tokens=12, temperature=1.0, return_routed_experts=True)
     answers = vllm_of(model, ()).sample(prompts, seeds=list(range(20)), **settings)
     assert preempted
     assert_alike(answers, embedded(model).sample(prompts, seeds=list(range(20)), **settings))
+    assert_routes(model, prompts, answers)
 
 
 @pytest.mark.xdist_group("vllm")
@@ -453,18 +466,12 @@ ROWS, POSITIONS = 3000, 16
 
 
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.parametrize("kind", RUNNERS)
-def test_tokens_and_pairs_of_tokens_have_the_probabilities_of_the_logits(kind) -> None:
+def test_tokens_and_pairs_of_tokens_have_the_probabilities_of_the_logits() -> None:
     """48,000 draws; pairs are adjacent positions of a row and adjacent rows of a position."""
-    make, draw = kind
     table = uniforms_of(list(range(ROWS // 10)), 10, POSITIONS).flatten(0, 1)
     probs = torch.tensor([0.05, 0.1, 0.2, 0.05, 0.25, 0.1, 0.05, 0.2], dtype=torch.float64)
     logits = probs.log().float().expand(ROWS, -1) + 5
-    runner = hooked(make(list(range(ROWS))), table)
-    if make is runner_1:
-        runner.input_batch.num_prompt_tokens = np.full(ROWS, 7, np.int32)
-        runner.input_batch.num_tokens_no_spec = np.full(ROWS, 7, np.int32)
-    tokens = torch.stack([draw(runner, logits, position)[0] for position in range(POSITIONS)], 1)
+    tokens = torch.stack([pick(logits, table[:, position, None], 1.0)[0] for position in range(POSITIONS)], 1)
     pairs = (probs[:, None] * probs).flatten()
     assert_drawn(tokens.flatten(), probs)
     assert_drawn((8 * tokens[:, 0::2] + tokens[:, 1::2]).flatten(), pairs)
@@ -620,13 +627,10 @@ def test_prompts_that_are_equal_are_computed_once(model) -> None:
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_cast_and_activations_that_overflow_are_errors(model) -> None:
-    norm = {"model.norm.weight": torch.full((64,), 3.4e38)}
-    huge = SimpleNamespace(arch=model.arch, tensors=model.tensors | norm)
+def test_a_cast_that_overflows_is_an_error(model) -> None:
+    huge = {"model.norm.weight": torch.full((64,), 3.4e38)}
     with pytest.raises(InputError, match="model.norm.weight has NaN"):
-        embedded(huge, dtype=torch.bfloat16)
-    with pytest.raises(Tripped, match="not finite"):
-        embedded(huge).sample(PROMPTS, seeds=SEEDS, **FREE)
+        embedded(SimpleNamespace(arch=model.arch, tensors=model.tensors | huge), dtype=torch.bfloat16)
 
 
 def test_bad_sampler_is_refused(model) -> None:

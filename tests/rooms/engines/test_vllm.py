@@ -27,7 +27,7 @@ import vllm_ranks
 import world
 from as_if_on import as_if_on
 from lockstep_ranks import CALLS
-from sampled import DENSE, FREE, HEADS, assert_alike, flat
+from sampled import DENSE, FREE, HEADS
 from source import ROOT
 from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
@@ -35,7 +35,7 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 from engines import factory, vllm_engine
 from engines.vllm_engine import VllmEngine
 from facts import variables
-from facts.exits import InputError, Tripped
+from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config
 from weights.huggingface import fused_group
@@ -136,31 +136,6 @@ def test_compiled_model_takes_every_push_too(sampled_models, vllm_of, tmp_path: 
     answers = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
     assert model.changed(moved, tmp_path / "moved").gaps(PROMPTS, answers).max() <= 1e-5
     assert engine.layer_outputs(PROMPTS[0]) == [], "it runs as a graph: no hooks"
-
-
-@pytest.mark.vllm
-def test_rows_that_do_not_fit_the_cache_are_put_off_and_sampled_alike(fresh) -> None:
-    # Each row needs a second block of 128 tokens. 4 MiB hold 21 blocks, so vLLM takes blocks away from some rows.
-    engine, _ = fresh
-    prompts = [[(i + j) % 100 for j in range(124)] for i in range(20)]
-    settings = dict(num_samples=1, max_new_tokens=12, temperature=1.0, return_routed_experts=True)
-    crowded = engine.sample(prompts, seeds=list(range(20)), **settings)
-    alone = [engine.sample([prompt], seeds=[i], **settings)[0] for i, prompt in enumerate(prompts)]
-    assert_alike(crowded, alone)
-    for (one,), (other,) in zip(crowded, alone, strict=True):
-        assert (one.routed_experts == other.routed_experts).all()
-
-
-@pytest.mark.vllm
-def test_overflow_is_an_error_and_nothing_of_it_stays_in_the_caches(fresh) -> None:
-    engine, model = fresh
-    expected = flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE))
-    huge = {"model.layers.0.input_layernorm.weight": torch.full((64,), 3.4e38)}
-    engine.load_weights(huge.items())
-    with pytest.raises(Tripped, match="not finite"):
-        engine.sample(PROMPTS, seeds=SEEDS, **FREE)
-    engine.load_weights(model.tensors.items())
-    assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == expected
 
 
 @pytest.mark.vllm
