@@ -22,7 +22,7 @@ import torch
 import training
 import world
 from breaking import flip_a_bit
-from killed import in_child, kill_me_at
+from killed import after_each_kill, contents, in_child
 from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
@@ -156,10 +156,6 @@ def folders(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "out").iterdir()}
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, file, tmp_path) -> None:
     copy = rewound(plain, tmp_path / "out", 4)
     before = contents(copy)
@@ -173,7 +169,7 @@ def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, 
     before = contents(copy)
     code, text = command(file, f"train.resume={copy}")  # a finished run by its name: its numbers are left alone
     assert code == 0 and "after 5 of 5 steps" in text and (copy / "finished.json").exists()
-    assert all(contents(copy)[copy / name] == before[copy / name] for name in training.RECORDS)
+    assert all(contents(copy)[name] == before[name] for name in training.RECORDS)
 
 
 def test_resume_never_starts_a_new_run(plain, file, tmp_path) -> None:
@@ -298,25 +294,18 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
 @pytest.mark.parametrize("step", [2, 3, ci(1)])
 def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_one(tmp_path: Path, cfg: Config, step: int) -> None:
     """Step 1 and 2 exist: 3 is new and prunes 1, 2 replaces the newest, 1 is saved by a run that was rewound to 0."""
-    saved(tmp_path / "start", cfg, 1, 2)
-    for moment in range(1, 200):
-        run_dir = tmp_path / "run"
-        shutil.copytree(tmp_path / "start", run_dir)
+    run_dir = tmp_path / "run"
+    saved(run_dir, cfg, 1, 2)
 
-        def save(run_dir: Path = run_dir, moment: int = moment) -> None:
-            kill_me_at(moment)
-            saved(run_dir, cfg, step)
-
-        status = in_child(save)
+    def save_again() -> int:
         said: list[str] = []
         assert is_whole(checkpoint.latest(run_dir, said.append)) and said == []
-        saved(run_dir, cfg, step)  # the repeated save removes the leftovers
-        assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
-        shutil.rmtree(run_dir)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert 15 < moment < 199
+        saved(run_dir, cfg, step)  # a repeated save removes the leftovers
+        return 0
+
+    moments, wrong = after_each_kill(save_again, run_dir)
+    assert wrong == [] and moments > 15
+    assert names(run_dir) == [f"step-{n:06d}" for n in range(max(1, step - 1), step + 1)]
 
 
 def train(cfg: Config) -> None:
@@ -341,33 +330,24 @@ def train(cfg: Config) -> None:
     log.finish("done", {})
 
 
-def records(cfg: Config) -> dict[str, bytes]:
-    (done,) = Path(cfg.train.out_dir).glob("*/finished.json")
-    return {name: (done.parent / name).read_bytes() for name in COMPARED}
-
-
 def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(runlog, "write_records", lambda *_: None)  # slow, and not read again
-    whole = config_in(tmp_path / "whole", steps=6)
-    assert in_child(lambda: train(whole)) == 0
-    resumed = 0
-    for moment in range(1, 1000, 5):
-        cfg = config_in(tmp_path / str(moment), steps=6)
+    cfg = config_in(tmp_path / "run", steps=6)
+    (tmp_path / "run").mkdir()
+    resumed = []
 
-        def killed(cfg: Config = cfg, moment: int = moment) -> None:
-            kill_me_at(moment)
-            train(cfg)
-
-        status = in_child(killed)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
+    def train_unless_done() -> int:
         if not list(Path(cfg.train.out_dir).glob("*/finished.json")):
-            assert in_child(lambda cfg=cfg: train(cfg)) == 0
-        resumed += any(Path(cfg.train.out_dir).glob("*/resume-1"))
-        assert records(cfg) == records(whole)
-        shutil.rmtree(cfg.train.out_dir)
-    assert status == 0 and resumed >= 15
+            train(cfg)
+        return 0
+
+    def records(folder: Path) -> dict[str, bytes]:
+        (done,) = folder.glob("out/*/finished.json")
+        resumed.append((done.parent / "resume-1").exists())
+        return {name: (done.parent / name).read_bytes() for name in COMPARED}
+
+    _, wrong = after_each_kill(train_unless_done, tmp_path / "run", same=records, every=3)
+    assert wrong == [] and sum(resumed) >= 15
 
 
 # ------------------------------------------------------------------------------------------------ Ctrl-C and SIGTERM

@@ -58,21 +58,24 @@ def must_succeed(command: Callable[[], int]) -> None:
     assert command() == 0
 
 
-def after_each_kill(command: Callable[[], int], folder: Path) -> tuple[int, list[int]]:
+def after_each_kill(
+    command: Callable[[], int], folder: Path, same: Callable[[Path], object] = contents, every: int = 1
+) -> tuple[int, list[int]]:
     """The number of file operations of ``command`` in ``folder``, and those after whose kill a repeat is not the same.
 
-    The same: exit code 0, and the files of ``folder`` that a command without a kill leaves.
+    The same: exit code 0, and the result of ``same``, by default all files of ``folder``, is that of a command without
+    a kill. Only each ``every``-th operation is tried. The folder is left as the last command left it.
     """
     start = shutil.copytree(folder, folder.with_name(f"{folder.name}-start"), symlinks=True)
     assert in_child(lambda: must_succeed(command)) == 0
-    whole, wrong = contents(folder), []
-    for moment in range(1, 500):
+    whole, wrong = same(folder), []
+    for moment in range(1, 500, every):
         shutil.rmtree(folder)
         shutil.copytree(start, folder, symlinks=True)
         killed = in_child(lambda moment=moment: (kill_me_at(moment, folder), command()))
         if killed == 0:
             return moment - 1, wrong
         assert killed == -signal.SIGKILL
-        if in_child(lambda: must_succeed(command)) != 0 or contents(folder) != whole:
+        if in_child(lambda: must_succeed(command)) != 0 or same(folder) != whole:
             wrong.append(moment)
     raise AssertionError("more than 500 file operations")
