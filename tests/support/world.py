@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -25,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import parallel_setup
 from hardware import device as devices
@@ -84,47 +84,30 @@ def launched() -> int:
 def run(ranks: int, function: Callable, *args) -> list:
     """The results of ``function(*args)`` on every rank, in rank order.
 
-    If a forked rank fails, the others are ended, and its error is in the first line of the RuntimeError, beside those
-    of ranks that failed at the same time. A launched rank that fails ends itself, so that its launcher ends the others.
+    If a forked rank fails, the others are ended. The first line of the RuntimeError begins with its error, before those
+    of ranks that lost their connection to it. A launched rank that fails ends itself; its launcher ends the others.
     """
     if Place.joined:
         return _on_this_rank(ranks, function, args)
     _import_megatron()
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:  # the last rank deletes the store's file, so it is in a folder
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(target=_rank, args=(rank, ranks, f"{folder}/rendezvous", pipes[rank][1], function, args))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        waiting = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
-        results = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = ranks, folder, function, args
+        context = start_processes(_rank, work, ranks, join=False, start_method="fork")
+        end = time.monotonic() + ANSWER
         try:
-            while waiting:
-                answered = multiprocessing.connection.wait([*waiting], timeout=ANSWER)
-                if not answered:
-                    raise RuntimeError(f"of the ranks {sorted(waiting.values())} none answered in {ANSWER} s")
-                failed = {}  # rank -> the first line of its error, and the traceback
-                for receiver in answered:
-                    rank = waiting.pop(receiver)
-                    try:
-                        ok, value = pickle.loads(receiver.recv_bytes())
-                    except EOFError:
-                        ok, value = False, ("died", "")
-                    (results if ok else failed)[rank] = value
-                if failed:
-                    lines = [f"rank {rank} failed: {line}" for rank, (line, _) in failed.items()]
-                    raise RuntimeError("; ".join(lines) + "".join(f"\n{trace}" for _, trace in failed.values()))
+            while not context.join(timeout=1, grace_period=0.1):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not all of {ranks} ranks answered in {ANSWER} s")
+        except ProcessException as first:
+            files = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+            errors = [path.read_text() for path in files]
+            lines = [error.partition("\n")[0] for error in errors]
+            raise RuntimeError("\n".join(["; ".join([*lines, str(first)]), *errors])) from None
         finally:
-            for process in processes:
-                process.join(0.1 if len(results) < ranks else 30)
-                if process.is_alive():
-                    process.kill()
-    return [results[rank] for rank in range(ranks)]
+            for process in context.processes:
+                process.kill()
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(ranks)]
 
 
 def _on_this_rank(ranks: int, function: Callable, args: tuple) -> list:
@@ -254,19 +237,17 @@ def _each_layout(names: list[str], function: Callable, args: tuple) -> dict:
     return answers
 
 
-def _rank(rank: int, ranks: int, rendezvous: str, sender, function: Callable, args: tuple) -> None:
+def _rank(rank: int, ranks: int, folder: Path, function: Callable, args: tuple) -> None:
     try:
         torch.set_num_threads(1)
         _quiet_third_parties()
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-        # Connection.send would share the tensors' memory, which ends with this process; pickle copies it.
-        sender.send_bytes(pickle.dumps((True, function(*args))))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+        (folder / f"result{rank}").write_bytes(pickle.dumps(function(*args)))
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException as error:
+    except BaseException as error:  # a failed assertion of pytest is no Exception
         line = traceback.format_exception_only(error)[0].splitlines()[0]
-        sender.send_bytes(pickle.dumps((False, (line, traceback.format_exc()))))
-        sender.close()
+        (folder / f"error{rank}").write_text(f"rank {rank} failed: {line}\n{traceback.format_exc()}")
         os._exit(1)
 
 
