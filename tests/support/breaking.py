@@ -88,20 +88,6 @@ def variables(**values: str) -> Break:
     return lambda place: [place.monkeypatch.setenv(name, value) for name, value in values.items()]
 
 
-# ------------------------------------------------------------------------------------------------ the configuration
-
-
-def text(old: str, new: str) -> Break:
-    """The configuration gets one change."""
-
-    def change(place: Place) -> None:
-        before = place.config.read_text()
-        assert before.count(old) == 1
-        place.config.write_text(before.replace(old, new))
-
-    return change
-
-
 # ------------------------------------------------------------------------------------------------ the model
 
 
@@ -110,16 +96,6 @@ def model(make: Callable[[Path], object]) -> Break:
 
     def change(place: Place) -> None:
         typed("tiny_model=null", "model.path=FOLDER/model")(place)
-        make(place.copy("model"))
-
-    return change
-
-
-def tiny(make: Callable[[Path], object]) -> Break:
-    """The folder of the tiny model in the configuration is changed."""
-
-    def change(place: Place) -> None:
-        typed("model.path=FOLDER/model")(place)
         make(place.copy("model"))
 
     return change
@@ -146,17 +122,6 @@ def failing_read(path: Path) -> None:
     """A file takes the place of ``path`` that can be opened and whose first byte cannot be read (EIO)."""
     path.unlink(missing_ok=True)
     path.symlink_to("/proc/self/mem")
-
-
-def option(**changes: object) -> Break:
-    """The config.json of a model gets these values; None removes a key."""
-
-    def make(folder: Path) -> None:
-        settings = json.loads((folder / "config.json").read_text()) | changes
-        kept = {key: value for key, value in settings.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(kept))
-
-    return model(make)
 
 
 # ------------------------------------------------------------------------------------------------ data, the resumed run

@@ -33,12 +33,9 @@ from breaking import (
     file,
     flip_a_bit,
     model,
-    option,
     other_factors,
     questions,
     resumed,
-    text,
-    tiny,
     typed,
     variables,
     write_config,
@@ -70,7 +67,8 @@ def row(name: str, expected: str, *changes: str | Break, run: bool = False):
 
 # fmt: off
 CONFIG = [
-    row("unknown key", "rollout.groupsize: unknown key; did you mean group_size?", text("group_size", "groupsize")),
+    row("unknown key", "rollout.groupsize: unknown key; did you mean group_size?",
+        lambda place: place.config.write_text(place.config.read_text().replace("group_size", "groupsize"))),
     row("no file", "run.yaml: cannot be read (No such file", lambda place: place.config.unlink()),
 ]
 ENVIRONMENT = [
@@ -86,7 +84,7 @@ ENVIRONMENT = [
 LAYOUT = [
     row("key heads", "tensor: 4 does not divide 2 key/value heads; nearest: 2", "parallel.tensor=4", "--ranks=4"),
     row("vocabulary", "parallel.tensor: 2 does not divide 319 tokens of the vocabulary; nearest: 1",
-        option(vocab_size=319), "parallel.tensor=2", "--ranks=2"),
+        NEW, "tiny_model.vocab_size=319", "parallel.tensor=2", "--ranks=2"),
     row("ranks of a run", "--ranks: found 2; needed: ... --check: torchrun starts the ranks", "--ranks=2", run=True),
     row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
         "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
@@ -98,7 +96,7 @@ MODEL = [
     row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
     row("tiny path of another", "model exists and has no readable tiny_model.json, ... needed: another path",
-        tiny(file("tiny_model.json", None))),
+        "model.path=FOLDER/model", lambda place: file("tiny_model.json", None)(place.copy("model"))),
     row("no such model", "override model.path: there is no HuggingFaceTB/SmolLM2-135M; needed: the folder of a model",
         "model.path=HuggingFaceTB/SmolLM2-135M", run=True),
 ]
