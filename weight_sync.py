@@ -41,15 +41,12 @@ class Push:
         """Push the whole model. InputError for noise targets that it does not have."""
         self.cfg, self.policy, self.engine = cfg, policy, engine
         self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
-        arch, parallel = policy.arch, policy.parallel
         self.probe = Probe(engine, policy, cfg.rollout)
         self.stacks: dict[str, Stack] = {}
         self.clean_norms: dict[str, Tensor] = {}  # of the norms that noise changes
         if cfg.aqn.schedule != "off":
-            norms = aqn.norm_targets(arch, cfg.aqn.targets)
+            norms = aqn.norm_targets(self.arch, cfg.aqn.targets)
             self.clean_norms = aqn.clean_norms(self._export(set(norms)), norms)
-        if cfg.rollout.expert_parallel:
-            vllm_colocated.check_placement(engine.placement(), arch, parallel)
         engine.load_weights(self._export())
         if cfg.keeps_factors_apart:
             engine.load_adapter(dict(policy.whole()))

@@ -35,7 +35,6 @@ import parallel_setup
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, WITHIN, DryRun, as_json, as_text, compare
-from engines import vllm_colocated
 from engines.interface import Stack
 from facts.architectures import Architecture, layers
 from facts.exits import InputError
@@ -147,8 +146,6 @@ class _Engine:
         self.policy, self.layout, self.meter = policy, layout, meter
         self.own_stacks: dict[str, Stack] = {}
 
-    def placement(self) -> None: ...
-
     def stacks(self) -> dict[str, Stack]:
         """The stacks of experts, for an engine that has any."""
         arch, parallel = self.policy.arch, self.policy.parallel
@@ -182,7 +179,6 @@ def _push(policy: Policy, engine: Any) -> Push:
         mock.patch.object(Push, "_export", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
         mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value),
-        mock.patch.object(vllm_colocated, "check_placement"),
     ):
         push = Push(policy.cfg, policy, engine)
     for adapter in policy.adapters.values():

@@ -91,10 +91,6 @@ class Engine(Protocol):
         the adapter of before, for factors that are not finite.
         """
 
-    def placement(self) -> dict[str, list[int]]:
-        """The groups and experts of this rank (see vllm_inside.placement). Only for rollout.expert_parallel."""
-        raise InputError("placement: this engine is not one over all ranks; needed: rollout.expert_parallel false")
-
     def sample(
         self,
         prompts: list[list[int]],

@@ -3,7 +3,7 @@
 Attention is tensor x data parallel, and the experts are split over all ranks. In each MoE layer every rank exchanges
 tokens with every other, so all ranks must enter each `sample` together, also ranks without prompts; vLLM keeps them in
 step inside the call. A rank that fails ends its process, and torchrun ends the others. This has not run on an NPU yet;
-the lockstep and the placement were tested on a CPU.
+the lockstep and the layout of groups and experts were tested on a CPU.
 
 A push needs no communication: in vLLM and in the trainer, tensor rank t has the same heads, columns and tokens of the
 vocabulary, and expert rank r the same experts. So each rank copies its own shards. Their names are those of vLLM's
@@ -18,7 +18,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engines import vllm_inside
@@ -51,9 +50,6 @@ class ColocatedEngine(VllmEngine):
         # load_weights sets biases to 0, and _hand_over writes the copies in fp32.
         left_out = (FP32_COPY,) if self.arch.qkv_bias else (FP32_COPY, ".bias")
         self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(left_out)}
-
-    def placement(self) -> dict[str, list[int]]:
-        return self.llm.collective_rpc(vllm_inside.placement)[0]
 
     def _more_arguments(self, tensor: int, ranks: int, **more) -> dict:
         return super()._more_arguments(tensor, ranks, **more) | {
@@ -113,20 +109,3 @@ def vllm_name(slot: WeightShard) -> str:
     if slot.qkv_groups:
         return name.replace(".q_proj.", ".qkv_proj.")
     return name.replace(".gate_proj.", ".gate_up_proj.")
-
-
-def check_placement(found: dict, arch: Architecture, parallel: Parallel) -> None:
-    """Raise InputError unless this rank has the same groups and experts in vLLM (vllm_inside.placement) and trainer."""
-    experts = list(huggingface.own_experts(arch, parallel))
-    needed = {
-        "tensor": dist.get_process_group_ranks(parallel.tensor_group),
-        "data": dist.get_process_group_ranks(parallel.data_group),
-        "expert": dist.get_process_group_ranks(parallel.expert_group),
-        **{f"layer {i} experts": experts for i, is_moe in enumerate(arch.moe_layers) if is_moe},
-    }
-    for what in sorted(needed.keys() | found.keys()):
-        if found.get(what) != needed.get(what):
-            raise InputError(
-                f"rollout.expert_parallel: rank {parallel.rank}: vLLM's {what}: {found.get(what)}; the trainer's: "
-                f"{needed.get(what)}; needed: the same (or rollout.expert_parallel false)"
-            )

@@ -102,18 +102,6 @@ def parameters(worker) -> dict[str, Tensor]:
     }
 
 
-def placement(worker) -> dict[str, list[int]]:
-    """The ranks of each group of this rank, and by MoE layer the ids of its experts in the order of its weights."""
-    from vllm.distributed import parallel_state
-
-    found = {
-        "tensor": list(parallel_state.get_tp_group().ranks),
-        "data": list(parallel_state.get_dp_group().ranks),
-        "expert": list(parallel_state.get_ep_group().ranks),
-    }
-    return found | {f"layer {layer} experts": owned for layer, _, owned in _moe_layers(worker)}
-
-
 def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
     """(number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
     for name, module in worker.model_runner.get_model().named_modules():

@@ -254,12 +254,10 @@ def test_the_trainers_shards_are_what_vllm_ascends_loader_makes_of_the_whole_wei
     assert len(found) == 4
     for rank, answer in enumerate(found):
         experts = [2 * rank, 2 * rank + 1]
-        assert answer["placement"] == {
+        assert answer["groups"] == {
             "tensor": [[0, 1], [2, 3]][rank // 2],
             "data": [[0, 2], [1, 3]][rank % 2],
             "expert": [0, 1, 2, 3],
-            "layer 0 experts": experts,
-            "layer 1 experts": experts,
         }
         assert_equal(answer["pushed"], answer["loaded"])
         for name, weight in answer["trainer's stacks"].items():

@@ -72,17 +72,6 @@ class VllmShaped(Engine):
     def load_adapter(self, factors: dict[str, Tensor]) -> None:
         pass
 
-    def placement(self) -> dict[str, list[int]]:
-        """As vLLM orders ranks: tensor ranks are neighbours, and the experts go over all ranks."""
-        ranks, rank, tensor = dist.get_world_size(), dist.get_rank(), self.cfg.rollout.tensor
-        first = rank // tensor * tensor
-        groups = {
-            "tensor": list(range(first, first + tensor)),
-            "data": list(range(rank % tensor, ranks, tensor)),
-            "expert": list(range(ranks)),
-        }
-        return groups | {f"layer {i} experts": list(self.own) for i, moe in enumerate(self.arch.moe_layers) if moe}
-
     def _sample(
         self, prompts: list, seeds: list[int], num_samples: int, params, routed: bool
     ) -> list[list[Completion]]:

@@ -133,13 +133,18 @@ def whole(folder: Path) -> None:
 def shards(folder: Path) -> None:
     """Push the trainer's shards; then set all parameters to 0 and load the whole weights by vLLM's own loader."""
     import adapted
+    from vllm.distributed import parallel_state
 
     weights = load_file(folder / "model" / "model.safetensors")
     with opened(folder) as engine:
         parallel = world.open_layout("TP2_EP4")
         model, arch = adapted.load(folder / "model", parallel, dtype=torch.bfloat16)
-        found = {"placement": engine.placement(), "stacks": {}, "trainer's stacks": {}}
-        vllm_colocated.check_placement(found["placement"], arch, parallel)
+        groups = {
+            "tensor": list(parallel_state.get_tp_group().ranks),
+            "data": list(parallel_state.get_dp_group().ranks),
+            "expert": list(parallel_state.get_ep_group().ranks),
+        }
+        found = {"groups": groups, "stacks": {}, "trainer's stacks": {}}
         engine.load_weights(vllm_colocated.shards(model, arch, parallel))
         found["pushed"] = held(engine)
         for name, stack in engine.stacks().items():

@@ -145,7 +145,13 @@ def vllm(rank: int, path: Path, patch: pytest.MonkeyPatch) -> tuple[dict, dict[s
         name: value.detach().transpose(1, 2) if name.endswith(("w13_weight", "w2_weight")) else value.detach()
         for name, value in vllm_inside.parameters(worker).items()
     }
-    return vllm_inside.placement(worker), loaded
+    groups = {
+        "tensor": parallel_state.get_tp_group().ranks,
+        "data": parallel_state.get_dp_group().ranks,
+        "expert": parallel_state.get_ep_group().ranks,
+    }
+    experts = {f"layer {layer} experts": owned for layer, _, owned in vllm_inside._moe_layers(worker)}
+    return groups | experts, loaded
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +21,7 @@ import training
 import world
 from lora_reference import TARGETS
 from planted import engine_with, nothing
+from planting import instead
 from tiers import ci
 from torch import Tensor
 
@@ -28,6 +30,7 @@ import lora_megatron
 from engines import factory, vllm_colocated, vllm_engine, vllm_inside
 from engines.interface import Completion, Engine
 from engines.probe import Probe
+from engines.torch_decoder import Decoder
 from engines.torch_sampler import TorchSampler
 from engines.vllm_colocated import ColocatedEngine
 from engines.vllm_engine import VllmEngine
@@ -214,17 +217,9 @@ def local_config(path: Path, noise: dict, local: bool) -> Config:
 class Keeper(Engine):
     """An engine that keeps the tensors that it gets."""
 
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
         self.pushes: list[set[str]] = []
-        self.rank = parallel.rank
-
-    def placement(self) -> dict:
-        """The placement by the formulas of vLLM's source, for 4 ranks, 16 experts and MoE layers 0 and 2."""
-        tensor, data = [[0, 1], [2, 3]][self.rank // 2], [[0, 2], [1, 3]][self.rank % 2]
-        experts = list(range(4 * self.rank, 4 * self.rank + 4))
-        placed = {"tensor": tensor, "data": data, "expert": [0, 1, 2, 3]}
-        return placed | {"layer 0 experts": experts, "layer 2 experts": experts}
 
     def load_weights(self, named_tensors) -> None:
         arrived = {name: tensor.clone() for name, tensor in named_tensors}
@@ -250,7 +245,7 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
     for label, noise in LOCAL_NOISES.items():
         model, arch = adapted.load(path, parallel)
         policy = Policy(local_config(path, noise, True), arch, parallel, model)
-        keepers = {local: Keeper(parallel) for local in (False, True)}
+        keepers = {local: Keeper() for local in (False, True)}
         syncs = {local: Push(local_config(path, noise, local), policy, keeper) for local, keeper in keepers.items()}
         wrong, checksums, names = [], [], []
         for step in range(-1, 3):
@@ -439,18 +434,19 @@ def test_a_replica_on_an_npu_splits_each_expert_where_routes_are_recorded_or_an_
 # ------------------------------------------------------------------------------------------------ the start of a run
 
 
-PLACES = [  # a part of the placement, and what it is instead
-    ("tensor", lambda ranks: ranks[::-1]),
-    ("data", lambda ranks: ranks[:1]),
-    ("layer 2 experts", lambda ids: [i + 4 for i in ids]),  # elsewhere
-    ("layer 2 experts", lambda ids: ids[::-1]),  # in another order
-    ("layer 1 experts", lambda _: [0]),  # one more layer
-]
-STARTS = {  # from this push on the engine has another matrix
-    "": nothing,
-    "the first push": engine_with("0.self_attn.o_proj", lambda *found: found[-1].flip(1)),
-    "a second push of the same policy": engine_with(
-        "0.self_attn.o_proj", lambda engine, _, tensor: tensor.flip(1) if engine.ready else tensor
+def other_experts(real, engine: TorchSampler, stream) -> None:
+    """The engine takes the experts of each layer in reverse order."""
+    last = engine.arch.num_experts - 1
+    real(engine, [(re.sub(r"(?<=experts\.)\d+", lambda i: str(last - int(i[0])), name), x) for name, x in stream])
+
+
+STARTS = {  # what the engine takes, and the push after which it differs from the trainer
+    "as it is": ("", nothing),
+    "another matrix": ("the first push", engine_with("0.self_attn.o_proj", lambda *found: found[-1].flip(1))),
+    "experts in another order": ("the first push", instead(Decoder, "load_weights", other_experts)),
+    "another matrix later": (
+        "a second push of the same policy",
+        engine_with("0.self_attn.o_proj", lambda engine, _, tensor: tensor.flip(1) if engine.ready else tensor),
     ),
 }
 
@@ -459,12 +455,7 @@ def refusals(parallel: Parallel, path: Path) -> None:
     """On every rank, the sound start is accepted and each fault is refused."""
     cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
     policy = Policy(cfg, arch, parallel, model)
-    sound = Keeper(parallel).placement()
-    vllm_colocated.check_placement(sound, arch, parallel)
-    for key, change in PLACES:
-        with pytest.raises(InputError, match=f"rank {parallel.rank}: vLLM's {key}: "):
-            vllm_colocated.check_placement(sound | {key: change(sound.get(key))}, arch, parallel)
-    for when, plant in STARTS.items():
+    for when, plant in STARTS.values():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
