@@ -57,7 +57,7 @@ class Engine(Protocol):
 
         The first call must bring the whole model. Later calls may bring some of its fused groups (see
         huggingface.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
-        repeated, misshapen or non-finite tensor. After a failure the next call must bring the whole model.
+        repeated, misshapen or non-finite tensor. After a failure `sample` refuses.
         """
 
     def stacks(self) -> dict[str, Stack]:

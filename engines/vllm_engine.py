@@ -173,21 +173,19 @@ class VllmEngine(Engine):
         """See Engine.load_weights. A fused group is handed to vLLM once it is complete and finite.
 
         A stream that brings one group after the other therefore needs memory for one group only. After a failure the
-        groups before it are in the engine.
+        layers are half loaded, and the engine samples no more.
         """
         whole, self.ready = not self.ready, False
-        outcomes: list[BaseException | None] = []
-        stream = self._complete_groups(named_tensors, whole, outcomes)
+        groups = {name: huggingface.fused_group(name) for name in self.shapes}
+        seen: set[str] = set()
         with vllm_inside.surroundings_kept(self.device):
-            self._hand_over(stream)
+            self._hand_over(self._complete_groups(named_tensors, groups, seen))
+            check_complete(seen, groups, whole)  # it also fails if vLLM has not read the stream to its end
             if not self.arch.qkv_bias:
                 self.llm.collective_rpc(vllm_inside.clear_biases)
             if self.adapter:
                 self.adapter.put(self.llm)
             self._forget("load_weights")
-        assert outcomes, "load_weights: vLLM has not read the stream of tensors to its end"
-        if failure := outcomes[0]:
-            raise failure
         self.ready = True
 
     def stacks(self) -> dict[str, Stack]:
@@ -216,30 +214,21 @@ class VllmEngine(Engine):
         return tensor.detach().to(self.device, self.dtype)
 
     def _complete_groups(
-        self, named_tensors: Iterable[tuple[str, Tensor]], whole: bool, outcomes: list[BaseException | None]
+        self, named_tensors: Iterable[tuple[str, Tensor]], groups: dict[str, str], seen: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, cast, group by group; at the end ``outcomes`` gets what went wrong, or None.
-
-        A failure ends the stream between two groups instead of raising, because an exception inside vLLM's loader would
-        leave layers half loaded.
-        """
-        groups = {name: huggingface.fused_group(name) for name in self.shapes}
-        sizes, held, seen = Counter(groups.values()), {}, set()
-        try:
-            for name, tensor in named_tensors:
-                check_arrival(name, tensor, self.shapes, seen)
-                seen.add(name)
-                group = held.setdefault(groups[name], {})
-                group[name] = self._cast(name, tensor)
-                if len(group) == sizes[groups[name]]:
-                    check_finite(held.pop(groups[name]), "load_weights")
-                    yield from group.items()
-                    if name == "model.embed_tokens.weight" and self.arch.tied_head:
-                        yield "lm_head.weight", group[name]
-            check_complete(seen, groups, whole)
-            outcomes.append(None)
-        except BaseException as error:
-            outcomes.append(error)
+        """The tensors, cast, group by group. ``groups``: name -> its fused group. ``seen`` gets the names that came."""
+        sizes = Counter(groups.values())
+        held: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in named_tensors:
+            check_arrival(name, tensor, self.shapes, seen)
+            seen.add(name)
+            group = held.setdefault(groups[name], {})
+            group[name] = self._cast(name, tensor)
+            if len(group) == sizes[groups[name]]:
+                check_finite(held.pop(groups[name]), "load_weights")
+                yield from group.items()
+                if name == "model.embed_tokens.weight" and self.arch.tied_head:
+                    yield "lm_head.weight", group[name]
 
     # ------------------------------------------------------------------------------------------------------- sampling
     def _sample(
@@ -283,10 +272,7 @@ class VllmEngine(Engine):
                 routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
             completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
         if fault := fault_of_log_probs(completions, self.dtype):
-            # A value that is not finite would stay in the cache: attention masks unused slots by adding -inf.
-            self.llm.collective_rpc(vllm_inside.clear_caches)
-            self.llm.reset_prefix_cache()
-            raise Tripped(fault)
+            raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
         return completions
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:

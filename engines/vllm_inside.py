@@ -206,10 +206,3 @@ def draw_by_table(worker) -> TableDraws:
         "rollout.engine: Model Runner V2 of this vLLM draws tokens by itself, on an NPU perhaps some of probability 0 "
         "(vllm-ascend 13394); needed: unset VLLM_USE_V2_MODEL_RUNNER"
     )
-
-
-def clear_caches(worker) -> None:
-    """Fill the key-value caches with zeros."""
-    for cache in worker.model_runner.kv_caches:
-        for part in [cache] if isinstance(cache, Tensor) else cache:  # on an NPU keys and values are separate tensors
-            part.zero_()

@@ -139,6 +139,15 @@ def test_compiled_model_takes_every_push_too(sampled_models, vllm_of, tmp_path: 
 
 
 @pytest.mark.vllm
+def test_overflow_is_an_error(sampled_models, vllm_of) -> None:
+    engine = vllm_of(sampled_models("qwen3"), max_sequences=8)  # of this test alone, because its caches keep NaN
+    huge = {"model.layers.0.input_layernorm.weight": torch.full((64,), 3.4e38)}
+    engine.load_weights(huge.items())
+    with pytest.raises(Tripped, match="not finite"):
+        engine.sample(PROMPTS, seeds=SEEDS, **FREE)
+
+
+@pytest.mark.vllm
 def test_push_holds_one_group_at_a_time(fresh) -> None:
     engine, model = fresh
     alive, counts = weakref.WeakSet(), []
