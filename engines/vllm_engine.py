@@ -111,11 +111,8 @@ class VllmEngine(Engine):
             raise InputError("rollout.engine: the environment's VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset")
         job = [f"grpo-{os.getpid()}-{time.time_ns()}"]
         dist.broadcast_object_list(job)
-        with (
-            vllm_inside.surroundings_kept(self.device),
-            vllm_ascend.original_compile(enforce_eager),
-            warnings.catch_warnings(),
-        ):
+        set_num_threads = torch.set_num_threads
+        with vllm_ascend.original_compile(enforce_eager), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's own deprecations
             # torch warns that there is no Triton without CUDA.
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -151,6 +148,7 @@ class VllmEngine(Engine):
                 ),
             )
 
+        torch.set_num_threads = set_num_threads  # on a CPU vLLM puts a function that does nothing there
         (self.draws,) = self.llm.collective_rpc(vllm_inside.draw_by_table)
         step = self.llm.llm_engine.step  # LLM.generate calls it until all rows have finished
 
@@ -178,14 +176,13 @@ class VllmEngine(Engine):
         whole, self.ready = not self.ready, False
         groups = {name: huggingface.fused_group(name) for name in self.shapes}
         seen: set[str] = set()
-        with vllm_inside.surroundings_kept(self.device):
-            self._hand_over(self._complete_groups(named_tensors, groups, seen))
-            check_complete(seen, groups, whole)  # it also fails if vLLM has not read the stream to its end
-            if not self.arch.qkv_bias:
-                self.llm.collective_rpc(vllm_inside.clear_biases)
-            if self.adapter:
-                self.adapter.put(self.llm)
-            self._forget("load_weights")
+        self._hand_over(self._complete_groups(named_tensors, groups, seen))
+        check_complete(seen, groups, whole)  # it also fails if vLLM has not read the stream to its end
+        if not self.arch.qkv_bias:
+            self.llm.collective_rpc(vllm_inside.clear_biases)
+        if self.adapter:
+            self.adapter.put(self.llm)
+        self._forget("load_weights")
         self.ready = True
 
     def stacks(self) -> dict[str, Stack]:
@@ -198,9 +195,8 @@ class VllmEngine(Engine):
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         self.adapter.take(factors)
-        with vllm_inside.surroundings_kept(self.device):
-            self.adapter.put(self.llm)
-            self._forget("load_adapter")
+        self.adapter.put(self.llm)
+        self._forget("load_adapter")
 
     def _forget(self, where: str) -> None:
         """Empty the prefix cache, which was computed with other weights."""
@@ -255,14 +251,13 @@ class VllmEngine(Engine):
             )
             for row in range(len(samples))
         ]
-        with vllm_inside.surroundings_kept(self.device):
-            asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
-            adapter = self.adapter and self.adapter.request()
-            answers = (
-                self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
-                if asked or self.lockstep  # in lockstep, ranks without prompts take part too
-                else []
-            )
+        asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
+        adapter = self.adapter and self.adapter.request()
+        answers = (
+            self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
+            if asked or self.lockstep  # in lockstep, ranks without prompts take part too
+            else []
+        )
         completions: list[list[Completion]] = [[] for _ in prompts]
         for (i, _), answer in zip(samples, answers, strict=True):
             (one,) = answer.outputs

@@ -5,12 +5,10 @@ The worker functions use the model runner, because NPU workers have no reload_we
 
 import contextlib
 import functools
-import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,23 +17,6 @@ from engines.interface import Stack
 from facts.exits import InputError
 
 LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
-
-
-@contextlib.contextmanager
-def surroundings_kept(device: torch.device) -> Iterator[None]:
-    """After the block the global generators and torch.set_num_threads are as before.
-
-    vLLM seeds the global generators and draws from them, even where each request has its seed. On a CPU it replaces
-    torch.set_num_threads.
-    """
-    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def correct_cpu_defects(job: str) -> None:

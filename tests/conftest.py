@@ -123,11 +123,10 @@ def vllm_imported() -> None:
     import torch
     import torch._inductor.config
 
-    from engines.vllm_inside import surroundings_kept
     from facts import variables
 
     asked = {variable.name: os.environ.get(variable.name, variable.value) for variable in variables.VLLM}
-    with mock.patch.dict(os.environ, asked), surroundings_kept(torch.device("cpu")), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, asked), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own deprecations
         from vllm import LLM  # noqa: F401
     torch._inductor.config.compile_threads = 1
@@ -139,18 +138,19 @@ def vllm_of(vllm_imported) -> Iterator[Callable]:
 
     World and environment are restored at the end of the file: other files of the same process fork worlds of their own.
     """
+    import torch
     import torch.distributed as dist
-    from sampled import Model, randomness
+    from sampled import Model
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     from engines.vllm_engine import VllmEngine
 
     @functools.cache
     def made(model: Model, **options) -> VllmEngine:
-        before = randomness()
+        set_num_threads = torch.set_num_threads
         shared = dict(stop_tokens=set(), max_tokens=model.arch.max_positions, kv_cache_mib=4, routed_experts=True)
         engine = VllmEngine(model.arch, model.path, **shared, **options)
-        assert randomness() == before
+        assert torch.set_num_threads is set_num_threads
         return engine
 
     def get(model: Model, stops: Iterable[int] = (9,), **options) -> VllmEngine:

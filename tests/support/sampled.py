@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -89,11 +88,6 @@ def embedded(model: Model | SimpleNamespace, stops: Iterable[int] = (), **option
 def flat(answers: list) -> list[tuple]:
     """Tokens, log-probs and reasons of all answers, to be compared bit for bit."""
     return [(one.tokens, one.logp, one.finish_reason) for group in answers for one in group]
-
-
-def randomness() -> tuple:
-    """The state of the generators that nobody may advance, and a function that vLLM replaces."""
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), torch.set_num_threads
 
 
 def assert_alike(answers: list, expected: list) -> None:

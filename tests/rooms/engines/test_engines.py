@@ -22,7 +22,6 @@ from sampled import (
     assert_routes,
     embedded,
     flat,
-    randomness,
 )
 from tiers import ci, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,7 +144,7 @@ def test_layer_outputs_are_those_of_transformers_and_show_the_first_layer_that_d
 @pytest.mark.xdist_group("vllm")
 def test_result_depends_on_the_seed_alone(opened) -> None:
     engine, _ = opened()
-    before, engine.beat = randomness(), itertools.count().__next__
+    engine.beat = itertools.count().__next__
     together = engine.sample(PROMPTS, seeds=SEEDS, **FREE)
     assert engine.beat() >= FREE["max_new_tokens"]  # beat is called for every token
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(together)
@@ -154,7 +153,6 @@ def test_result_depends_on_the_seed_alone(opened) -> None:
     assert_alike(alone, together)
     others = engine.sample(PROMPTS, seeds=[seed + 1 for seed in SEEDS], **FREE)
     assert flat(others) != flat(together) and together[0][0].tokens != together[0][1].tokens
-    assert randomness() == before
 
 
 @pytest.mark.xdist_group("vllm")
@@ -177,7 +175,6 @@ def test_stop_tokens_cut_what_would_have_been_sampled(opened) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_push_of_whole_groups_is_as_good_as_one_of_the_whole_model(opened, name: str, tmp_path: Path) -> None:
     engine, model = opened(name)
-    before = randomness()
     moved = perturbed(model.tensors)
     engine.load_weights(moved.items())
     after = model.changed(moved, tmp_path / "whole")
@@ -198,7 +195,6 @@ def test_a_push_of_whole_groups_is_as_good_as_one_of_the_whole_model(opened, nam
     for tensor in part.values():
         tensor.zero_()  # the engine has copies
     assert flat(engine.sample(PROMPTS, seeds=SEEDS, **FREE)) == flat(by_part)  # bit for bit what a full push gives
-    assert randomness() == before
     assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
 
 
