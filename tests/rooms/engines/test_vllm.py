@@ -35,7 +35,7 @@ from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
 from engines import factory, vllm_engine
 from engines.vllm_engine import VllmEngine
 from facts import variables
-from facts.exits import InputError
+from facts.exits import InputError, Tripped
 from inputs import hf_config
 from inputs.config import load_config
 from weights.huggingface import fused_group
