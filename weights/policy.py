@@ -7,7 +7,6 @@ Frozen weights never change. b rows, T tokens of a row, R rank.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -143,46 +142,39 @@ class Policy:
 
         The policy's change C is the merged weight as it is pushed, minus W; or, if the engine keeps factors apart,
         (alpha / R) B A of the factors as they are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing
-        is lost. sync/update_error is |C - U| / |U|. Both also for each kind of module; mlp: dense layers and shared
-        experts. They are 1 and 0 before the first update, where U is 0. Large weights are represented by SAMPLED_ROWS
-        of their rows.
+        is lost. sync/update_error is |C - U| / |U|. They are 1 and 0 before the first update, where U is 0. Large
+        weights are represented by SAMPLED_ROWS of their rows.
 
         Where trainer and engine share the memory of merged experts, no difference of log-probs shows a wrong merge.
         There C comes from this memory, and sync/experts_wrong is the share of its sampled elements that are not W + U,
         computed here apart from Adapter.merged, in the expert where most are wrong. Of 10^5 elements, none differs in a
         sound merge, and 400 after an update of B by 1e-6.
         """
-        products: dict[str, list[Tensor]] = defaultdict(list)  # kind -> <U, U>, <U, C - U>; .., <C - U, C - U> of slots
-        counts: dict[str, list[float]] = defaultdict(list)  # what they count, for unsampled rows and copies on ranks
+        products: list[Tensor] = []  # <U, U>, <U, C - U>; .., <C - U, C - U> of each adapted weight
+        counts: list[float] = []  # how often each counts, for unsampled rows and copies on ranks
         wrong: list[Tensor] = []
         for slot in huggingface.slots(self.model, self.arch, self.parallel):
             if slot.adapter is None:
                 continue
-            kind = slot.kind if slot.kind in ("attention", "experts", "router") else "mlp"
-            pair, wrong_shares = self._update_and_error(slot, kind)
+            pair, wrong_shares = self._update_and_error(slot)
             wrong += wrong_shares
-            products[kind].append(pair.flatten(1) @ pair.flatten(1).t())
+            products.append(pair.flatten(1) @ pair.flatten(1).t())
             copies = min(map(self.parallel.copies, (slot.adapter.A, slot.adapter.B)))  # on as many ranks
-            counts[kind].append(slot.stored.shape.numel() / pair[0].numel() / copies)
-        sums = []
-        for kind, each in products.items():
-            weights = torch.tensor(counts[kind]).to(each[0].device)
-            sums.append(torch.tensordot(weights, torch.stack(each), 1))
-        totals = self.parallel.sum_over_ranks(torch.stack(sums))
-        by_kind = {f"_{kind}": total for kind, total in zip(products, totals, strict=True)}
-        by_kind[""] = totals.sum(0)
-        metrics = {}
-        for ending, total in by_kind.items():
-            (own, both), (_, lost) = total.tolist()
-            metrics[f"sync/update_share{ending}"] = 1 + both / own if own else 1.0
-            metrics[f"sync/update_error{ending}"] = (lost / own) ** 0.5 if own else 0.0
+            counts.append(slot.stored.shape.numel() / pair[0].numel() / copies)
+        weights = torch.tensor(counts).to(products[0].device)
+        total = self.parallel.sum_over_ranks(torch.tensordot(weights, torch.stack(products), 1))
+        (own, both), (_, lost) = total.tolist()
+        metrics = {
+            "sync/update_share": 1 + both / own if own else 1.0,
+            "sync/update_error": (lost / own) ** 0.5 if own else 0.0,
+        }
         # A collective that every rank enters, whatever it shares.
         worst = self.parallel.max_over_ranks(torch.cat(wrong).amax().item() if wrong else -1.0)
         if worst >= 0:
             metrics["sync/experts_wrong"] = worst
         return metrics
 
-    def _update_and_error(self, slot: WeightShard, kind: str) -> tuple[Tensor, list[Tensor]]:
+    def _update_and_error(self, slot: WeightShard) -> tuple[Tensor, list[Tensor]]:
         """U and C - U of sampled rows, (2, .., rows, columns); and of shared memory, each expert's wrong share, (e,)"""
         adapter = slot.adapter
         if slot.experts is None:
@@ -197,7 +189,7 @@ class Policy:
         torch.matmul(first, second, out=update).mul_(scale)
         wrong = []
         if self.cfg.keeps_factors_apart:
-            if kind != "router":
+            if slot.kind != "router":
                 first, second = first.to(dtype).float(), second.to(dtype).float()
             change = torch.matmul(first, second).mul_(scale)
         else:

@@ -188,8 +188,6 @@ def test_share_and_error_are_those_of_what_the_engine_holds(kind: str, layout: s
             for name, value in rank[how]["sample"].items():  # of a part of the rows
                 assert value == pytest.approx(metrics[name], rel=0.1, abs=1e-5), name
             assert shares[0] <= share <= shares[1] and errors[0] <= error <= errors[1], (how, share, error)
-            kinds = {key.rpartition("_")[2] for key in metrics if key.startswith("sync/update_share_")}
-            assert kinds == {"attention", "experts", "router", "mlp"}
 
 
 # ------------------------------------------------------------------------------------- the embedded sampler's adapters
@@ -579,7 +577,7 @@ REFUSALS = {  # what is wrong: how it is made so, given the run, base and target
     ),
     "a factor not finite": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.full((4, 64), float("inf"))}),
-        ["q_proj.weight, merged, holds values that are not finite in torch.float32"],
+        ["k_proj.weight, merged, holds values that are not finite in torch.float32"],
     ),
     "another alpha": (
         lambda r, b, t: rewrite(r / "config.yaml", "alpha: 8.0", "alpha: 9.0"),
