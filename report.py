@@ -108,7 +108,7 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 
     On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
     """
-    if changed_keys(a.config, b.config) or a.settings != b.settings:
+    if changed_keys(a.config, b.config) or records.differing(a, b):
         return "", 0
     compared = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
     differ = [file for file in compared if a.files.get(file) != b.files.get(file)]

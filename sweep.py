@@ -33,7 +33,16 @@ from facts.exits import InputError, Tripped
 from facts.root import ROOT
 from facts.variables import ON_CPU
 from inputs.config import changed_keys, command, load_config, to_dict
-from inputs.files import MOST_RANKS, one_line, read_file, read_object, read_text, shown, write_atomically
+from inputs.files import (
+    MOST_RANKS,
+    one_line,
+    read_file,
+    read_object,
+    read_text,
+    shown,
+    usable_cores,
+    write_atomically,
+)
 from knobs import Config
 from lab.records import Part, planted_fault, validated
 from runlog.run_record import lock_file, of_last_start, read_lines
@@ -200,7 +209,7 @@ def local(resources: dict[str, int]) -> Iterator[Submit]:
     The end of the context ends the trainings that it has started, and no other process.
     """
     stop = threading.Event()
-    pool = ThreadPoolExecutor(jobs_at_once(resources, len(os.sched_getaffinity(0))))
+    pool = ThreadPoolExecutor(jobs_at_once(resources, usable_cores()))
     try:
         yield lambda job, folder, retries: pool.submit(run_job, job, folder, retries, stop)
     finally:

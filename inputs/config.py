@@ -326,13 +326,15 @@ def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
 def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
     """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` and ``new`` are a to_dict.
 
-    A key that ``old`` does not have is newer than it, or was idle: its default is what ``old`` did.
+    A key that only one of the two has is newer than the other, or idle there: its default is what the other did.
     """
     before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
-    for key in defaults.keys() & (after.keys() - before.keys()):
-        before[key] = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
+    for key in defaults.keys() & (after.keys() ^ before.keys()):
+        default = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
+        before.setdefault(key, default)
+        after.setdefault(key, default)
     return [
         f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}"
         for key in {**after, **before}

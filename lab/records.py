@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from facts.exits import InputError
-from inputs.config import MAY_CHANGE, flatten, of_today
+from inputs.config import MAY_CHANGE, changed_keys
 from inputs.files import (
     first_names,
     printable,
@@ -89,13 +89,6 @@ class Record(NamedTuple):
     def fault(self) -> str:
         """The fault that was planted into the run on purpose; empty for any other run."""
         return planted_fault(self.command)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all seeds of a variant share."""
-        dropped = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in self.config else set())
-        own = {key: value for key, value in flatten(of_today(self.config)).items() if key not in dropped}
-        return own | {"ranks": self.environment["world_size"]} | ({"planted fault": self.fault} if self.fault else {})
 
 
 class Run(NamedTuple):
@@ -273,9 +266,14 @@ def clash(record: Record, others: Iterable[Record]) -> str:
 
 
 def differing(first: Record, second: Record) -> list[str]:
-    """One "key: value -> value" for each setting in which two variants differ."""
-    a, b = first.settings, second.settings
-    return [f"{key}: {shown(a.get(key))} -> {shown(b.get(key))}" for key in {**a, **b} if a.get(key) != b.get(key)]
+    """One "key: value -> value" for each setting in which two variants differ. A key that one lacks has its default."""
+    apart = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in first.config else set())
+    lines = changed_keys(first.config, second.config, apart)
+    ranks = [each.environment["world_size"] for each in (first, second)]
+    for what, (a, b) in {"ranks": ranks, "planted fault": (first.fault, second.fault)}.items():
+        if a != b:
+            lines.append(f"{what}: {shown(a)} -> {shown(b)}")
+    return lines
 
 
 def add(folders: list[Path], results: Path, name: str = "") -> Path:

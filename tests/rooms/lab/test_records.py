@@ -148,7 +148,20 @@ def test_a_fault_that_is_planted_into_evaluations_makes_another_run(run: Path, r
         records.add([planted], results)
     replaced(planted / "command.txt", "train_grpo.py", "checks/planted_fault.py altered_evaluation")
     records.add([planted], results)
-    assert records.load_record(results, "control-seed3").settings["planted fault"] == "altered_evaluation"
+    both = [records.load_record(results, name) for name in ("base-seed3", "control-seed3")]
+    assert records.differing(*both) == ["planted fault: '' -> 'altered_evaluation'"]
+
+
+def test_a_key_that_is_newer_than_a_record_has_its_default_there(run: Path, results: Path) -> None:
+    """Otherwise no variant could get another seed, and no old run could be compared, after the next new key."""
+    older = recorded.make_run(run.parent.with_name("older"), "base-seed5", 5)
+    replaced(older / "config.yaml", "  aggregate: token-mean\n", "")
+    other = recorded.make_run(run.parent.with_name("other"), "base-seed7", 7, overrides=("loss.aggregate=dr-grpo",))
+    records.add([older, run], results, "both")
+    both = [records.load_record(results, name) for name in ("base-seed5", "base-seed3")]
+    assert records.differing(*both) == records.differing(*both[::-1]) == []
+    with pytest.raises(InputError, match="no seed of base: loss.aggregate: 'token-mean' -> 'dr-grpo'; needed"):
+        records.add([other], results)
 
 
 def test_a_folder_with_other_files_is_refused(run: Path, results: Path) -> None:
