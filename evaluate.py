@@ -5,8 +5,6 @@ Each question gets a greedy answer and k sampled ones, which give a mean and pas
     torchrun --nproc_per_node=N evaluate.py CONFIG [section.key=value ...]     measures model.path, without training
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

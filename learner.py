@@ -4,8 +4,6 @@ The loss of an update is one number over all its tokens on all ranks. Each micro
 the number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b rows, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ It writes the completions and the results of its first step to the file `record`
 length. It runs in its own environment (requirements/bench.txt), so it imports nothing of this repository.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -8,8 +8,6 @@ out/<name>-<YYYYmmdd-HHMMSS>/
     tensorboard/  wandb/  swanlab/  profile/                                     of train.trackers, train.profile_steps
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Fixtures that several test files use, options of the command, the order of files, skips without vLLM."""
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util

@@ -7,8 +7,6 @@ transformers, and leave out each reduction once. For a version between them, her
     NEW_MEGATRON_DIR=.cache/megatron-core-0.18.2 bash run_tests.sh --all tests/machines/test_megatron_versions.py
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

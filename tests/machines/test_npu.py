@@ -1,7 +1,5 @@
 """Trainings on a stand-in for an NPU, and the operators with the real torch_npu."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

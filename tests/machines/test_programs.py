@@ -1,7 +1,5 @@
 """The first hour on a machine, the benchmarks, and a served export."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -24,8 +24,6 @@ for x86_64. For 0.30.0rc2, install requirements/npu-0.30.txt after npu.txt, the 
     python -m pytest -m vllm_ascend --all tests/machines/test_vllm_ascend.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

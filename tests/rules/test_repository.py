@@ -1,7 +1,5 @@
 """Rules for the whole repository: imports, names, documents, and the tool that plants small faults."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The shell scripts, the environment that they set, and requirements/."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Processes that torchrun starts: how they end, on one machine and on two."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

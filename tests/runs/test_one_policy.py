@@ -1,7 +1,5 @@
 """Sampler, trainer, evaluation and export have one policy."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A resumed run is the run that was not interrupted, wherever it was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

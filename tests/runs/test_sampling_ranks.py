@@ -4,8 +4,6 @@ The ranks are forked processes with the whole command: without an agent, so that
 another one is lost, or with torchrun's (agents.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

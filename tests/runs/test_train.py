@@ -1,7 +1,5 @@
 """Whole trainings, also with a sampler that is some steps behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """Helpers of the LoRA tests on one rank: load a model, attach and fill adapters, compute the loss of the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lora_reference

@@ -4,8 +4,6 @@ The command line, the rendezvous, the restarts and the exit codes are torch's ow
 already, which a new interpreter would import for seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 Nothing ends the other ranks when one has ended, as torchrun would: each must notice by itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

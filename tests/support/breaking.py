@@ -3,8 +3,6 @@
 A `Break` changes a `Place`: the row's own copy of a working run, and the arguments after the configuration's name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Under torch's debug level DETAIL the ranks of a group exchange the kind, number,
 before it begins. If they differ, every rank ends with an error; a rank that is missing is named after a time-out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

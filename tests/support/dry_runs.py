@@ -4,8 +4,6 @@ python tests/support/dry_runs.py KIND < cases        KIND of device; a line of J
 python tests/support/dry_runs.py torch_npu < cases    an NPU, with the real package
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

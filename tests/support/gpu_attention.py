@@ -1,7 +1,5 @@
 """The attention of a GPU on a CPU: the formula of torch's varlen_attn, in place of its kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import varlen

@@ -1,7 +1,5 @@
 """A server with NPUs and one with GPUs on which everything is right, made of files, variables and stand-ins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

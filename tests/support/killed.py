@@ -1,7 +1,5 @@
 """Work in a forked process that is killed at one of its file operations, and the same work after each such kill."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Real processes for tests: start a command, find all its processes, and end them with SIGKILL."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ vllm_ranks.py calls `run` on each rank. Each rank writes its samples and the num
 rank 1 gets a prompt that is refused while rank 0 samples: rank 0 must end too, and not wait.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ grpo.py names. No code of the trainer is used. Names and shapes of the factors a
 S sequences, T tokens of a row, R rank, E experts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

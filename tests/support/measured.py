@@ -3,8 +3,6 @@
 A negative control leaves out one reduction of the gradients. A test that did not notice it would not test it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

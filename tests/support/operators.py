@@ -1,7 +1,5 @@
 """The operators of a configuration, and uses beside them: few rows, odd widths, the sampler's shapes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

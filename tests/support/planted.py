@@ -5,8 +5,6 @@ that only sample. Those of the trainer are in planted_step.py and planted_traine
 is planted on every rank. In a session it reaches the forked worlds of the tests, but no program that a test starts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

@@ -3,8 +3,6 @@
 The names are in FAULTS at the end. Each is in the trainer's own functions, on every rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

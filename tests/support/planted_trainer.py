@@ -4,8 +4,6 @@ The names are in FAULTS at the end. Functions that tests use without a name are 
 run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Faults for tests: functions of the product that do something else until a MonkeyPatch is undone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.distributed as dist

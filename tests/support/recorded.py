@@ -1,7 +1,5 @@
 """Run folders for the tests of report.py: the files of a finished training, with chosen outcomes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zlib

@@ -1,7 +1,5 @@
 """Random tiny models of transformers, the independent reference. No norm, bias or router is the identity."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

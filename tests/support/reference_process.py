@@ -4,8 +4,6 @@ It is made in a process of its own, because ranks are forked from a process in w
 under MindSpeed's patches transformers computes other gradients.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

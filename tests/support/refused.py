@@ -1,7 +1,5 @@
 """The message with which a configuration is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

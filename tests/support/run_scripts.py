@@ -1,7 +1,5 @@
 """What the run scripts for accelerators plan to start: the training command of a script and a layout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A configuration that needs no model, and small checkpoints that reveal a mixture of two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

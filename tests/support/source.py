@@ -1,7 +1,5 @@
 """The source files of the product, the imports of any file, and the packages that requirements/ pins."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

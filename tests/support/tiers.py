@@ -3,8 +3,6 @@
 The marks `ci` and `nightly` say it, of a test or of a case of one. Without a mark it is in all runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The model has 8 heads and 16 experts, so it fits every layout of world.py. It ha
 many lengths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable

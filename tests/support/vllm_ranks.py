@@ -4,8 +4,6 @@ Each model runs as one replica (tensor 2) and as two replicas (tensor 1), before
 Then the dense model runs in lockstep (lockstep_ranks.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

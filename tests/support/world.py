@@ -4,8 +4,6 @@ With `pytest --device` they are the ranks that torchrun has launched, each with 
 on a single device this process alone. Every rank gets the answers of all, so all ranks judge alike and stay in step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import multiprocessing

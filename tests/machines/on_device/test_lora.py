@@ -4,8 +4,6 @@ Each rank runs `measure` once for each layout and kind. Each control leaves out 
 notice. Then: the targets that can be adapted or are refused, and bf16 bases.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `preflight.py --operators` asks the same at the sizes of a run; checks/kernels_check.py has the formulas.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import operators

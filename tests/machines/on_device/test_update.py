@@ -4,8 +4,6 @@ The learner gets a rollout of random completions and known rewards, and takes tw
 micro-batches of a few rows. CASES of update_reference.py choose losses, KL, importance weights and what is left out.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What preflight.py tries under torchrun: groups, operators, two layers, and the tests of a device."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import io

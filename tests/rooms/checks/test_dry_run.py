@@ -1,7 +1,5 @@
 """The dry run counts what a real run allocates, agrees with the plan on every layout, and finds planted faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

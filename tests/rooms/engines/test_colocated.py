@@ -5,8 +5,6 @@ their members; Megatron's over torch's fake backend. What vllm-ascend does after
 experts. Not covered: collectives, kernels, and vLLM 0.23, whose loaders the NPU will run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

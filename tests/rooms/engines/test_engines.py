@@ -1,7 +1,5 @@
 """What every engine keeps to, draws of tokens, and the embedded sampler."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -4,8 +4,6 @@ The reference is the same policy with an engine that shares nothing. Not covered
 tests/machines/test_vllm_ascend.py and tests/rooms/engines/test_vllm.py look at.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock

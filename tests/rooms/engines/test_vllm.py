@@ -4,8 +4,6 @@ One world of one rank serves all tests here; two ranks, which vllm_ranks.py desc
 Not covered: accelerators, several nodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

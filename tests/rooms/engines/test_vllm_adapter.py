@@ -4,8 +4,6 @@ The references: transformers with the merged weights, and the trainer. On a CPU 
 that the factors of MoE models are right is shown by test_one_policy.py. Not covered: adapters on a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

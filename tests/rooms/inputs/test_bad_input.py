@@ -5,8 +5,6 @@ everything that it can see. The other rows (run=True) are refused in a world of 
 process of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Configurations, the rules that they keep, and config.json of a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Reading and writing files, and any bytes or values that they may hold."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Comparisons with intervals, the curves of a run, and sweeps."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

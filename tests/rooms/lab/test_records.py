@@ -1,7 +1,5 @@
 """Records of runs, the pages about them, and the completions of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Nothing here shows that an engine takes what the stream brings, or that evaluation and the trainer stay clean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Not covered: whether the trainer passes the counts of the whole update, and whether its log-probabilities are right.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

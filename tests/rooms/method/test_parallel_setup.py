@@ -1,7 +1,5 @@
 """Reductions, and collectives in the same order on all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

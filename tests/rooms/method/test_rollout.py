@@ -1,7 +1,5 @@
 """Sampling and scoring G completions of each prompt, micro-batches of them, and evaluations."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

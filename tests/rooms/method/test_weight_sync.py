@@ -1,7 +1,5 @@
 """The sampler gets the trainer's policy: whole weights by name, this rank's shards, factors, and noise."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

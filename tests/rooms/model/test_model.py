@@ -1,7 +1,5 @@
 """The model in Megatron beside transformers, and packed rows beside padded ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock

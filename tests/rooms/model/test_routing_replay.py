@@ -1,7 +1,5 @@
 """Routing replay, and the load of the experts."""
 
-from __future__ import annotations
-
 import collections
 import math
 import statistics

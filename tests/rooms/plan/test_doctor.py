@@ -1,7 +1,5 @@
 """Every row of the doctor finds that what it asks for is taken away. Its questions really reach the machine."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

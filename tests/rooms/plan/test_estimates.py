@@ -1,7 +1,5 @@
 """Bytes and seconds of the plan beside real runs and values worked out by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

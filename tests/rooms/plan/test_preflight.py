@@ -1,7 +1,5 @@
 """The report of preflight.py, and its estimates beside published runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

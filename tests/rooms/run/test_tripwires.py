@@ -1,7 +1,5 @@
 """The checks of every step: on metrics, and on runs with a planted fault."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

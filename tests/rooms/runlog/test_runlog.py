@@ -1,7 +1,5 @@
 """The log of a run, and the records of a start."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 The packages are real and offline; what their servers do with a resumed run is not covered. Failures are a made package.
 """
 
-from __future__ import annotations
-
 import getpass
 import importlib
 import json

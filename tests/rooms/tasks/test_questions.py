@@ -1,7 +1,5 @@
 """Questions of files and their prompts, and generated arithmetic."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

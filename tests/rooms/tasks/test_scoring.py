@@ -1,7 +1,5 @@
 """Rewards as strings say them, and a user's own functions and the processes that score."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import json

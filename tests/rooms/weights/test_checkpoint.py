@@ -1,7 +1,5 @@
 """Checkpoints: what is loaded is what was saved, damage is named, and only suitable runs are resumed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights by their Hugging Face names in any layout, the tiny model, and SmolLM2 as a mixture of experts."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math
