@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 import grpo
 from engines.interface import Completion
-from facts.exits import Tripped
+from facts.exits import InputError, Tripped
 from inputs import functions
 from inputs.files import first_three
 from knobs import Config
@@ -378,6 +378,9 @@ class Learner:
         done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
         for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
             self.stale_factors.append(self.policy.copied_factors())
+        needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
+        if tensors.keys() != needed.keys():
+            raise InputError(f"checkpoint: found {', '.join(tensors) or 'no tensors'}; needed: {', '.join(needed)}")
         for kind, ending, values in self.saved_parts():
             self.policy.load_(tensors[kind], ending, into=values)
         self.optimizer_steps = steps
