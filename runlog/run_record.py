@@ -5,7 +5,6 @@ The numbers of a step are rows of a .jsonl file, one object a line; reading them
 and data, and the command; `checksums` gives those of everything that a finished run has written.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -16,14 +15,11 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from tqdm import tqdm
 
 from facts.exits import InputError
 from facts.root import ROOT
@@ -35,7 +31,7 @@ from knobs import Config, DataConfig, EvalConfig, listed
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
-LARGE_BYTES, THREADS = 2**24, 8  # the checksums of files of at least so many bytes are kept in a cache
+THREADS = 8  # that read files for their checksums
 
 
 # ---------------------------------------------------------------- files
@@ -229,42 +225,12 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
 
 
 def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None) -> dict[Path, str]:
-    """sha256 of each file, read by several threads; a large file is read again only after it has changed.
-
-    The sums of large files are kept in the user's cache folder (XDG_CACHE_HOME), by path, inode, size and both times,
-    as soon as each is known. A file of the last seconds is not kept, because another change could leave the same times.
-    ``beat`` is called, in this thread, about once a second until all files are read.
-    """
-    keys: dict[Path, str] = {}
-    for path in paths:
-        if not os.access(path, os.R_OK):
-            raise InputError(f"{path}: cannot be read; needed: a file that can")
-        stat = path.stat()
-        if stat.st_size >= LARGE_BYTES:
-            keys[path] = f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megatron-grpo" / "sha256.json"
-    known = {}
-    with contextlib.suppress(InputError):  # nothing is kept yet, or it cannot be read
-        known = read_object(cache)
-    found = {path: known[key] for path, key in keys.items() if key in known}
-    todo = [path for path in dict.fromkeys(paths) if path not in found]
-    # disable=None: shown on a terminal only
-    bar = tqdm(total=len(todo), desc="checksums", leave=False, unit="file", disable=None if keys else True)
-    with ThreadPoolExecutor(THREADS) as pool, bar:
-        jobs = {pool.submit(sha256_file, path): path for path in todo}
-        pending = set(jobs)
-        while pending:
-            done, pending = wait(pending, 1.0, FIRST_COMPLETED)
+    """sha256 of each file, read by several threads. ``beat`` is called after each."""
+    found = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for path, checksum in zip(paths, pool.map(sha256_file, paths), strict=True):
+            found[path] = checksum
             beat()
-            for job in done:
-                path = jobs[job]
-                found[path] = job.result()
-                bar.update()
-                if path in keys and time.time() - path.stat().st_ctime > 5:
-                    known[keys[path]] = found[path]
-                    with contextlib.suppress(OSError):  # if it cannot be kept, the next start reads the file again
-                        cache.parent.mkdir(parents=True, exist_ok=True)
-                        write_atomically(cache, json.dumps(known, indent=1) + "\n")
     return found
 
 

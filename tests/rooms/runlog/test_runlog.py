@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -314,59 +313,12 @@ def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Pa
     assert len(run_record.refuse_changed_inputs(changed, accept=True, how="how")) == 1
 
 
-def test_large_inputs_are_read_once_until_they_change(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    large, small = tmp_path / "large", tmp_path / "small"
-    for path, size in ((large, run_record.LARGE_BYTES), (small, 1000)):
-        path.write_bytes(b"x" * size)
-        os.utime(path, ns=(1, 1))
-    real, read = run_record.sha256_file, []
-    monkeypatch.setattr(run_record, "sha256_file", lambda path: read.append(path.name) or real(path))
-
-    def names_read() -> list[str]:
-        """The files that were read for the checksums, which are right."""
-        read.clear()
-        sums = run_record.sha256_of_inputs([large, small])
-        assert sums == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
-        return sorted(read)
-
-    assert names_read() == names_read() == ["large", "small"]  # too new: nothing is kept
-    later = time.time() + 60
-    monkeypatch.setattr(run_record.time, "time", lambda: later)
-    assert names_read() == ["large", "small"] and names_read() == ["small"]
-    with open(large, "r+b") as file:  # the same size and, by hand, the same time of change: the inode's time tells
-        file.write(b"y")
-    os.utime(large, ns=(1, 1))
-    names_read()
-    (tmp_path / "cache/megatron-grpo/sha256.json").write_text("{")
-    assert names_read() == ["large", "small"]
-
-
-def test_a_checksum_is_kept_as_soon_as_it_is_known_and_files_beat(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """A start that ends while it reads 60 GB goes on where it was. The heartbeat must see that this process lives."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    later = time.time() + 60
-    monkeypatch.setattr(run_record.time, "time", lambda: later)
-    paths = [tmp_path / name for name in ("first", "second")]
+def test_checksums_of_inputs_are_those_of_the_files_and_each_beats(tmp_path: Path) -> None:
+    """The heartbeat must see that a start lives that reads 60 GB."""
+    paths, beats = [tmp_path / name for name in ("first", "second")], []
     for path in paths:
-        path.write_bytes(path.name.encode() * run_record.LARGE_BYTES)
-    real = run_record.sha256_file
-
-    def second_ends_the_start(path: Path) -> str:
-        if path.name == "first":
-            return real(path)
-        while not (tmp_path / "cache/megatron-grpo/sha256.json").exists():
-            time.sleep(0.01)
-        raise InputError("second: cannot be read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_record, "sha256_file", second_ends_the_start)
-        with pytest.raises(InputError, match="second: cannot be read"):
-            run_record.sha256_of_inputs(paths)
-    kept = json.loads((tmp_path / "cache/megatron-grpo/sha256.json").read_text())
-    assert list(kept.values()) == [hashlib.sha256(b"first" * run_record.LARGE_BYTES).hexdigest()]
-
-    beats: list[None] = []
-    monkeypatch.setattr(run_record, "sha256_file", lambda path: time.sleep(2.2) or real(path))
-    run_record.sha256_of_inputs(paths, lambda: beats.append(None))
-    assert len(beats) >= 3
+        path.write_bytes(path.name.encode() * 1000)
+    sums = run_record.sha256_of_inputs(paths, lambda: beats.append(None))
+    assert sums == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths} and len(beats) == 2
+    with pytest.raises(InputError, match="third: cannot be read"):
+        run_record.sha256_of_inputs([*paths, tmp_path / "third"])
