@@ -1,12 +1,9 @@
 """Reductions, and collectives in the same order on all ranks."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
-import collectives
 import pytest
-import run_scripts
 import torch
 import training
 import world
@@ -14,7 +11,10 @@ from planted import nothing
 from planting import Plant, instead
 from tiers import asked, ci, nightly
 
+import train_grpo
+from knobs import Config
 from parallel_setup import Parallel
+from run import command
 
 # ------------------------------------------------------------------------------------------------------- parallel setup
 
@@ -68,53 +68,65 @@ def test_rows_and_objects_are_gathered_in_rank_order_and_the_largest_number_is_f
 
 
 # --------------------------------------------------------------------------------------- equal collectives on all ranks
-# All ranks of a group make the same collectives in the same order, in the layouts of the shipped scripts.
+# All ranks of a group make the same collectives in the same order.
 #
-# A start, two steps of two updates, three evaluations and two checkpoints, on gloo. The engine is a stand-in that takes
-# pushes into memory of vLLM's shape. Not covered: what vLLM's own ranks exchange, and rows that routing sends
-# elsewhere.
+# Under torch's debug level DETAIL the ranks of a group exchange the kind, number, shapes and types of each collective
+# before it begins. If they differ, every rank ends with an error; a rank that is missing is named after a time-out.
+# Not covered: what vLLM's own ranks exchange, and pushes into an engine whose ranks split the experts.
 
-EXPERTS = {"configs/qwen15_moe.yaml": 12}  # 60 in the real model: 3 and 6 ranks divide them
-FEWEST, MIXED = "run_2npu.sh tp2_ep2", "run_6npu.sh tp2_ep3"  # the second has groups of two sizes that overlap
-OTHER_SIZES = ("run_1gpu.sh", "run_2node.sh")  # one rank, and 32
-OTHERS = [name for name in run_scripts.NAMES if name not in (FEWEST, MIXED) and name.split()[0] not in OTHER_SIZES]
+RUNS = {  # ranks, tensor, expert
+    "TP2_EP2": (2, 2, 2),
+    "EP3": (3, 1, 3),
+    "TP2_EP3": (6, 2, 3),  # groups of two sizes that overlap
+    "TP4_EP16": (16, 4, 16),
+}
+EXPERTS = 48  # 2, 3 and 16 ranks divide them
+TWO_STEPS = {  # with noise, replayed routes, two updates in each step, evaluations and checkpoints
+    "train__steps": 2,
+    "train__checkpoint_every": 1,
+    "eval__every": 1,
+    "aqn__schedule": "constant",
+    "replay__mode": "r3",
+    "rollout__group_size": 2,
+    "rollout__max_new_tokens": 8,
+}
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a tiny model of a configuration's architecture, whose sizes all layouts divide."""
-    made: dict[str, Path] = {}
-
-    def get(config: str) -> Path:
-        if config not in made:
-            kind = "qwen2_moe" if "qwen15" in config else "qwen3_moe"
-            sizes = {"num_experts": EXPERTS.get(config, 16), "num_kv_heads": 4, "expert_width": 32, "vocab_size": 320}
-            made[config] = training.make_model(tmp_path_factory.mktemp("models") / kind, kind, **sizes)
-        return made[config]
-
-    return get
+def model(tmp_path_factory) -> Path:
+    return training.make_model(tmp_path_factory.mktemp("models") / "tiny", num_experts=EXPERTS)
 
 
-def run(job: run_scripts.Training, model: Path, folder: Path, plant: Plant = nothing) -> tuple[list[int], str]:
-    """The exit codes of all ranks, and their output."""
-    cfg = collectives.small(job, model, folder / "out")
+def train(cfg: Config, plant: Plant) -> int:
+    """Train on this rank, while torch compares the collectives."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    training.lighten()
+    plant(pytest.MonkeyPatch())
+    command.start(cfg, train_grpo.train)
+    return 0
+
+
+def run(name: str, model: Path, folder: Path, plant: Plant = nothing) -> tuple[list[int], str]:
+    """The exit codes of all ranks of one of RUNS, and their output."""
+    ranks, tensor, expert = RUNS[name]
+    sizes = {"parallel__tensor": tensor, "parallel__expert": expert, "optim__prompts_per_update": ranks}
+    sizes |= {"rollout__prompts_per_step": 2 * ranks, "data__num_train": 4 * ranks}
+    cfg = training.config(model, folder / "out", **TWO_STEPS | sizes)
     training.import_before_the_fork()
     world._import_megatron()
-    codes = world.as_torchrun(job.ranks, collectives.command, cfg, plant, log=folder / "log")
+    codes = world.as_torchrun(ranks, train, cfg, plant, log=folder / "log")
     return codes, (folder / "log").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [FEWEST, ci(MIXED), *map(nightly, OTHERS)])
-def test_ranks_of_a_group_make_the_same_collectives(name: str, model_of: Callable, tmp_path: Path) -> None:
-    job = run_scripts.job(name)
-    codes, said = run(job, model_of(job.config), tmp_path)
-    assert codes == [0] * job.ranks, said[-3000:]
+@pytest.mark.parametrize("name", ["TP2_EP2", ci("EP3"), ci("TP2_EP3"), nightly("TP4_EP16")])
+def test_ranks_of_a_group_make_the_same_collectives(name: str, model: Path, tmp_path: Path) -> None:
+    codes, said = run(name, model, tmp_path)
+    assert set(codes) == {0}, said[-3000:]
 
 
 @pytest.mark.ci
-def test_a_collective_that_one_rank_makes_otherwise_ends_the_run(model_of: Callable, tmp_path: Path) -> None:
-    job = run_scripts.job(FEWEST)
+def test_a_collective_that_one_rank_makes_otherwise_ends_the_run(model: Path, tmp_path: Path) -> None:
     longer = instead(Parallel, "sum_over_ranks", lambda real, self, x: real(self, torch.cat([x, x]))[: len(x)], rank=1)
-    codes, said = run(job, model_of(job.config), tmp_path, longer)
+    codes, said = run("TP2_EP2", model, tmp_path, longer)
     assert 0 not in codes and "Detected mismatch between collectives on ranks" in said, said[-3000:]
