@@ -27,7 +27,8 @@ from hardware import device as devices
 from hardware import quantisation
 from inputs import hf_config
 from inputs.config import command, command_line, resolve_config
-from knobs import Config, EvalConfig, ParallelConfig, RolloutConfig
+from inputs.rules import refuse_first, trainer_problems
+from knobs import Config, EvalConfig, RolloutConfig
 from parallel_setup import Parallel
 from tasks.scoring import Score, Scorer
 from weights import huggingface
@@ -166,18 +167,20 @@ def measure(cfg: Config) -> dict:
     scorer = Scorer(cfg.reward)  # before the device
     parallel_setup.start_device(cfg.device, cfg.train)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
-    factory.check_engine(cfg, arch, parallel_setup.launched_world_size())
+    ranks = parallel_setup.launched_world_size()
+    whole = cfg.changed(parallel={"tensor": 1, "expert": 1})  # every rank has its own questions
+    refuse_first(trainer_problems(whole, arch, ranks))
+    factory.check_engine(cfg, arch, ranks)
     sets = {"": cfg.data} | data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)
     with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
-        alone = ParallelConfig(timeout_seconds=cfg.parallel.timeout_seconds)  # every rank has its own questions
         read = {"the configuration": cfg.model_dump_json(), "config.json of model.path": repr(arch)}
         for name, part in held_out.items():
             read[f"the questions of eval.sets.{name}" if name else "the held-out questions"] = part.as_read()
         parallel_setup.refuse_unequal(read)
-        parallel = parallel_setup.open_layout(alone, device)
+        parallel = parallel_setup.open_layout(whole.parallel, device)
         engine = factory.open_engine(cfg, arch, device, stop_tokens, pad_token)
         base, model, dtype = huggingface.read_model(cfg.model.path, arch), cfg.model, devices.DTYPES[cfg.model.dtype]
         engine.load_weights(

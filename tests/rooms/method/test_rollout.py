@@ -488,10 +488,18 @@ def test_ranks_that_have_read_other_files_are_told_before_they_measure(model, tm
 
 
 def test_the_command_refuses_an_engine_that_cannot_run_the_model(model, tmp_path) -> None:
-    path, log = tmp_path / "config.yaml", tmp_path / "log"
+    """And what no engine can do with the model."""
+    path = tmp_path / "config.yaml"
     path.write_text(to_yaml(training.config(model, tmp_path)))
-    assert world.as_torchrun(1, measured, [str(path), "rollout.engine=vllm"], log=log) == [2]
-    assert log.read_text().startswith("error: rollout.engine: vllm"), log.read_text()
+    refused = {
+        "rollout.engine=vllm": "rollout.engine: vllm",
+        "model.quantisation=int4": "model.quantisation: int4 with moe_intermediate_size 16; needed: a multiple of 32",
+        "data.max_prompt_tokens=100000": "data.max_prompt_tokens: 100000 + ",
+    }
+    for override, said in refused.items():
+        log = tmp_path / override
+        assert world.as_torchrun(1, measured, [str(path), override], log=log) == [2], override
+        assert log.read_text().startswith(f"error: {said}"), log.read_text()
 
 
 @pytest.mark.parametrize("quantisation", ["int4", ci("none")])
