@@ -101,10 +101,13 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
 
 
 def read_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
-    """The checkpoint's factors; InputError unless names and shapes are those of ``modules``."""
+    """The checkpoint's factors; InputError unless names, shapes and values are those of ``modules``."""
     factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
     shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
     refuse_unfit(factors, shapes, where)
+    for name, factor in factors.items():
+        if not factor.isfinite().all():
+            raise InputError(f"{where}: {name} holds values that are not finite")
     return factors
 
 

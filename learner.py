@@ -374,13 +374,16 @@ class Learner:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
         """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
-        steps = counts["optimizer_steps"]
+        steps = counts["optimizer_steps"]  # checkpoint.mismatch has compared it with the configuration
         done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
         for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
             self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
         if tensors.keys() != needed.keys():
             raise InputError(f"checkpoint: found {', '.join(tensors) or 'no tensors'}; needed: {', '.join(needed)}")
+        # scatter compares the names that end as those of the moments
+        if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
+            raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
         for kind, ending, values in self.saved_parts():
             self.policy.load_(tensors[kind], ending, into=values)
         self.optimizer_steps = steps

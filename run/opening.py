@@ -148,6 +148,7 @@ class Run:
         learner, parallel = self.learner, self.parallel
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
+        self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
 
         def compare(written: checkpoint.Checkpoint | None) -> None:
             self.tripwires.state(after_steps, lambda: learner.not_saved(written))

@@ -85,7 +85,11 @@ def scatter(
     refuse_unfit({name: wholes[name] for name in wholes if name.endswith(ending)}, shapes, "checkpoint")
     pieces = {}
     for (name, factor), whole_name in zip(factors.items(), shapes, strict=True):
-        pieces[name] = piece(name, factor, wholes[whole_name], arch, parallel).contiguous()
+        value = piece(name, factor, wholes[whole_name], arch, parallel)
+        negative = ending == ".exp_avg_sq" and bool((value < 0).any())
+        if not value.isfinite().all() or negative:
+            raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
+        pieces[name] = value.contiguous()
     return pieces
 
 

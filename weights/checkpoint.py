@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from facts.exits import InputError
-from inputs.config import changed_keys, changes_at_resume
+from inputs.config import changed_keys, changes_at_resume, flatten
 from inputs.files import (
     aside,
     disk_errors,
@@ -147,9 +147,25 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
         raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
     if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
         raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(path.name[5:])}")
+    if wrong := mismatch(about["step"], about["config"], about["state"]):
+        raise InputError(f"{path / 'state.json'}: {wrong}")
     tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
     return Checkpoint(
         about["step"], tensors, about["state"], about["config"], read_object(path / "checksums.json"), path
+    )
+
+
+def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
+    """What is wrong with the steps and the optimizer steps of a checkpoint under its configuration; "" if they fit."""
+    named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
+    most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))
+    expected = step * (prompts // max(1, update))
+    optimizer_steps = state.get("optimizer_steps", expected)
+    if 0 <= step <= most and optimizer_steps == expected:
+        return ""
+    return (
+        f"found step {step}, optimizer_steps {shown(optimizer_steps)}; needed: at most train.steps {most} steps of "
+        f"{prompts} // {update} optimizer steps, {expected} in all"
     )
 
 

@@ -575,7 +575,7 @@ REFUSALS = {  # what is wrong: how it is made so, given the run, base and target
     ),
     "a factor not finite": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.full((4, 64), float("inf"))}),
-        ["k_proj.weight, merged, holds values that are not finite in torch.float32"],
+        [f"{QKV_A} holds values that are not finite"],
     ),
     "another alpha": (
         lambda r, b, t: rewrite(r / "config.yaml", "alpha: 8.0", "alpha: 9.0"),

@@ -153,6 +153,12 @@ def each_adapter(make: Callable[[Path], object]) -> Break:
     return resumed(lambda run: [make(path) for path in sorted(run.glob("checkpoints/*/adapter.safetensors"))])
 
 
+def each_moment(make: Callable[[dict[str, Tensor]], object]) -> Break:
+    """The moments in each checkpoint of the run to resume are changed, and their checksum is corrected."""
+    rewrite = other_factors(make)
+    return resumed(lambda run: [rewrite(path) for path in sorted(run.glob("checkpoints/*/optimizer.safetensors"))])
+
+
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -506,7 +506,7 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
     "experts have another order in the checkpoint": of_checkpoint(".experts.", "TP2_EP2"),
     "moments are exchanged in the checkpoint": of_checkpoint("optimizer model.layers.0."),
     "a tensor too many in the checkpoint": of_checkpoint("adapter more"),
-    "another count in the checkpoint": of_checkpoint("optimizer_steps 2 for 7: not what"),
+    "another count in the checkpoint": of_checkpoint("optimizer_steps 7; needed: at most train.steps 3"),
     "a wrong number in a file of the checkpoint": of_checkpoint("adapter model.layers.0."),
 }
 
