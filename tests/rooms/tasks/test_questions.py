@@ -218,6 +218,20 @@ def test_a_flipped_byte_in_a_parquet_file_with_checksums_is_noticed(tmp_path: Pa
         question_files.read(tmp_path / "flipped.parquet")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pyarrow.array([b"\xff"]).view(pyarrow.string()),  # text that is not UTF-8
+        pyarrow.array([2**62], pyarrow.timestamp("us")),  # a time after the last one of Python
+    ],
+)
+def test_a_value_of_a_parquet_file_that_python_cannot_hold_is_refused(values: pyarrow.Array, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"question": values, "answer": ["#### 3"]}), path)
+    with pytest.raises(InputError, match="rows.parquet: not a readable parquet file"):
+        question_files.read(path)
+
+
 # ------------------------------------------------------------------------------------------------- files of any columns
 MATH = [  # rows of the form of MATH-500, made up
     {"problem": "What is $\\frac{1}{2}+\\frac14$?", "answer": " \\frac{3}{4}\n", "level": 2, "unique_id": "a.json"},
