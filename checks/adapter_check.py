@@ -95,7 +95,8 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
         expected["model"],
         dtype=dtype,
         enable_lora=True,
-        max_lora_rank=min((rank for rank in RANKS if rank >= largest_rank), default=RANKS[-1]),  # refuses larger ones
+        # Of a larger rank than all of these vLLM refuses the adapter itself.
+        max_lora_rank=min((rank for rank in RANKS if rank >= largest_rank), default=RANKS[-1]),
         max_model_len=2 * probes.TOKENS,
         kv_cache_memory_bytes=CACHE,
         gpu_memory_utilization=0.01,  # the share that vLLM requires to be free; the size of the cache is given

@@ -38,7 +38,8 @@ IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load
 MARGIN = 0.05  # of the device, for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
-BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}  # of an engine's group; on an NPU 2 x HCCL_BUFFSIZE
+# Of the buffers of a group without a size of its own; on an NPU 2 x HCCL_BUFFSIZE.
+BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}
 
 
 # --------------------------------------------------------------------------------------------------------- activations
@@ -367,9 +368,8 @@ def communication_buffers(layout: RankGrid, device: str) -> int:
     What goes over all ranks is on the host.
     """
     sizes = {"tp": layout.tensor, "ep": layout.expert, "dp": layout.data, "ep_dp": layout.expert_data}
-    trainers = [2 * 2**20 * HCCL_BUFFER_MIB[name] for name, size in sizes.items() if size > 1]
-    if device != "npu":
-        trainers = [BUFFER_BYTES[device]] * len(trainers)
+    own = {name: 2 * 2**20 * mib for name, mib in HCCL_BUFFER_MIB.items()} if device == "npu" else {}
+    trainers = [own.get(name, BUFFER_BYTES[device]) for name, size in sizes.items() if size > 1]
     # The engine has groups of its tensor ranks, its expert ranks and its fused kernel, and of its data ranks if it
     # spans all ranks.
     engine = 3 + (layout.engine_expert > layout.engine_tensor) if layout.engine_expert > 1 else 0
