@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import parallel_setup
 from facts.exits import InputError, Tripped
-from inputs.config import command_line, resolve_config
+from inputs.config import command, command_line, resolve_config
 from inputs.files import MOST_RANKS, of_the_user, one_line, report
 from inputs.rules import side_of
 from knobs import Config
@@ -62,6 +62,7 @@ def start(cfg: Config, train: Callable[[Run], None]) -> None:
         log.close()
 
 
+@command
 def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int:
     """Train, or check the input, as the ``arguments`` of train_grpo.py say.
 
@@ -88,12 +89,11 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
         else:
             trains = True
             start(cfg, train)
-    except Tripped as error:
-        report(f"stopped: {error}")
-        return error.exit_code
+    except (InputError, Tripped):  # one line, which `command` prints
+        raise
     except Exception as error:
         if of_the_user(error):
-            cause = traceback.format_exc() if trains and not isinstance(error, InputError) else ""
+            cause = traceback.format_exc() if trains else ""
             report(f"{cause}error: {one_line(error)}")
             return InputError.exit_code
         lost = lost_others(error)
