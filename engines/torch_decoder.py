@@ -46,7 +46,7 @@ class Decoder:
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
         self.final_norm = self._allocate(table[1:], {"model.norm.weight": ...})
-        self.expert_ends = torch.arange(arch.num_experts + 1, device=self.device)
+        self.expert_ends = kernels.sortable(torch.arange(arch.num_experts + 1, device=self.device))
         self.head_ones = torch.ones(arch.head_dim, dtype=dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
         self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
@@ -170,7 +170,7 @@ class Decoder:
         score, experts = self._route(logits)
         routes.append(experts)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
-        in_order, pair = experts.view(-1).sort(stable=True)
+        in_order, pair = kernels.sortable(experts.view(-1)).sort(stable=True)
         # bincount would wait for the device, twice.
         tokens_per_expert = torch.searchsorted(in_order, self.expert_ends).diff()
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
@@ -178,7 +178,8 @@ class Decoder:
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
         pairs = self._grouped(layer, "experts.down_proj", pairs, tokens_per_expert)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
-        pairs = pairs.index_select(0, pair.argsort()).view(*experts.shape, -1)  # faster on a CPU than index_copy_
+        back = kernels.sortable(pair).argsort()  # a sort is faster on a CPU than index_copy_
+        pairs = pairs.index_select(0, back).view(*experts.shape, -1)
         mixed = pairs.sum(1)
         return x + (mixed + dense if "gate_up_proj" in weights else mixed)
 

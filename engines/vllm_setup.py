@@ -49,21 +49,22 @@ def open_engine(
     """vLLM with the limits of ``cfg``. All ranks make it at the same time. ``pad_token``: vLLM pads no rows."""
     rollout = cfg.rollout
     kind = vllm_colocated.ColocatedEngine if rollout.expert_parallel else vllm_engine.VllmEngine
-    return kind(
-        arch,
-        cfg.model.path,
-        stop_tokens=stop_tokens,
-        max_tokens=cfg.row_tokens,
-        dtype=devices.DTYPES[cfg.model.dtype],
-        device=device,
-        tensor=rollout.tensor,
-        enforce_eager=rollout.enforce_eager,
-        kv_cache_mib=rollout.kv_cache_mib,
-        max_sequences=_max_sequences(cfg, arch, dist.get_world_size()),
-        routed_experts=cfg.replay.mode == "r3",
-        adapter=cfg.lora if cfg.keeps_factors_apart else None,
-        beat=beat,
-    )
+    with devices.internal_formats_restored(device):
+        return kind(
+            arch,
+            cfg.model.path,
+            stop_tokens=stop_tokens,
+            max_tokens=cfg.row_tokens,
+            dtype=devices.DTYPES[cfg.model.dtype],
+            device=device,
+            tensor=rollout.tensor,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_mib=rollout.kv_cache_mib,
+            max_sequences=_max_sequences(cfg, arch, dist.get_world_size()),
+            routed_experts=cfg.replay.mode == "r3",
+            adapter=cfg.lora if cfg.keeps_factors_apart else None,
+            beat=beat,
+        )
 
 
 def _max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +122,20 @@ def adapt(device: torch.device) -> None:
         repatch({"use_flash_attn": True})  # as in verl; our attention calls the same kernel
     finally:
         sys.argv = arguments
+    _remove_dummies()
+
+
+def _remove_dummies() -> None:
+    """Remove the empty modules that MindSpeed has put into sys.modules for packages that are not installed.
+
+    vLLM and transformers would take them for the real ones: vLLM 0.23 imports flash_attn.ops if it finds flash_attn.
+    A dummy inside an installed package stays, because MindSpeed has added the name that this package lacks.
+    """
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    dummies = {name for name, file in files.items() if file == "mindspeed.dummy_module.py"}
+    for name in dummies:
+        if name.partition(".")[0] in dummies:
+            del sys.modules[name]
 
 
 def select(device: torch.device) -> None:
@@ -139,6 +153,22 @@ def select(device: torch.device) -> None:
     if device.type == "cuda":
         # Its backward pass returns NaN at some shapes (pytorch issue 196678), and each new shape costs half a second.
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextlib.contextmanager
+def internal_formats_restored(device: torch.device) -> Iterator[None]:
+    """Restore at the end of the block whether torch_npu may tile tensors, which an import of vllm-ascend allows.
+
+    It is a setting of the whole process, of the trainer too. Its effect on the trainer is not known.
+    """
+    if device.type != "npu":
+        yield
+        return
+    import torch_npu
+
+    found = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT")
+    yield
+    torch.npu.config.allow_internal_format = found != b"disable"
 
 
 def name(device: torch.device) -> str:
@@ -322,7 +352,7 @@ def _permute(
     # The chosen experts are worth E, E - 1 and so on, so those of a token come in their order.
     worth = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.float32, device=tokens.device)
     experts = (routing_map * worth).topk(experts_per_token).indices  # (n, k)
-    sorted_pairs = experts.flatten().argsort(stable=True)
+    sorted_pairs = kernels.sortable(experts.flatten()).argsort(stable=True)
     positions = torch.arange(len(sorted_pairs), device=tokens.device)
     inverse = torch.empty_like(positions).scatter_(0, sorted_pairs, positions).view_as(experts)
     order = kernels.Order(sorted_pairs // experts_per_token, inverse)

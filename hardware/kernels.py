@@ -264,6 +264,14 @@ def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seq
     return _varlen_attention()(query, key, value, *sequences, scale=scale, window_size=(-1, 0))
 
 
+def sortable(numbers: Tensor) -> Tensor:
+    """Return whole numbers below 2^24 in a type that their device itself sorts.
+
+    An NPU sorts int64 on the CPU of its host, so MindSpeed's permute (moe_utils.py) sorts fp32, which is exact here.
+    """
+    return numbers.float() if numbers.device.type == "npu" else numbers
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x[index], which may have an index several times.  (M, ...), (K,) -> (K, ...)
 

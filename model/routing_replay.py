@@ -21,6 +21,7 @@ from torch import Tensor
 
 from facts.architectures import Architecture
 from facts.exits import Tripped
+from hardware import kernels
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel, gather
 
@@ -125,7 +126,7 @@ class RoutingReplay:
         if self.routes is not None:
             record = self.routes[:, layer]
             if self.counting and not self.uses[layer]:  # a recompute is not counted
-                same = (chosen.sort(-1).values == record.sort(-1).values).all(-1)
+                same = (kernels.sortable(chosen).sort(-1).values == kernels.sortable(record).sort(-1).values).all(-1)
                 self.counts += torch.stack([(~same * self.replayed).sum(), self.replayed.sum()])
             chosen = torch.where(self.replayed[:, None] > 0, record, chosen)
             self.uses[layer] += 1

@@ -61,6 +61,18 @@ class OnNpu(NamedTuple):
     operations: dict  # what npu_process.py wrote about them; nothing under the real MindSpeed
 
 
+def npu_process(*arguments: str) -> subprocess.CompletedProcess:
+    paths = [str(ROOT), str(ROOT / "tests" / "support")]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "npu_process.py"), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+
+
 def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     """Interrupted and resumed trainings, and the operations."""
     runs = {layout: settings(layout, model, folder / layout / "out") for layout in asked(IN_FP32 + IN_BF16)}
@@ -69,16 +81,7 @@ def run_on_npu(model: Path, folder: Path, mindspeed: str) -> OnNpu:
     for name, cfg in files.items():
         (folder / f"{name}.yaml").parent.mkdir(exist_ok=True)
         (folder / f"{name}.yaml").write_text(config.to_yaml(cfg.model_copy(update={"device": "npu"})))
-    paths = [str(ROOT), str(ROOT / "tests" / "support")]
-    script = ROOT / "tests" / "support" / "npu_process.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *([mindspeed] if mindspeed else [])],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    done = npu_process(str(folder), *([mindspeed] if mindspeed else []))
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = {}
     for layout, cfg in runs.items():
@@ -171,6 +174,15 @@ def test_communicators_are_built_for_the_groups_that_carry_traffic_only_and_the_
 
 @pytest.mark.ci
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", IN_FP32 + IN_BF16)
+def test_no_rank_sorts_whole_numbers_which_an_npu_gives_to_its_host(layout, on_npu):
+    """Trainer, sampler and the comparison of routes; MindSpeed's own permute casts to float for this reason."""
+    for rank in on_npu.runs[layout][1]:
+        assert fake_npu.ON_HOST not in rank["kernels"]
+
+
+@pytest.mark.ci
+@pytest.mark.slow
 def test_torch_is_patched_as_mindspeed_patches_it(on_npu, request):
     """What the stand-in replaces is what the real adaptor does, but for the calls of CUDA."""
     for rank in (rank for _, answers in on_npu.runs.values() for rank in answers):
@@ -192,6 +204,28 @@ def test_a_whole_life_on_the_npu_mixes_no_devices(on_npu):
     assert len(training.metrics(run)) == 3 and "resumed" in (run / "log.txt").read_text()
     assert {"tiny_model.json", "model.safetensors"} <= {path.name for path in (folder / "model").iterdir()}
     assert (folder / "merged" / "config.json").exists() and (folder / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(not MINDSPEED, reason=NO_MINDSPEED)
+def test_in_a_process_with_mindspeed_vllm_samples_a_step_is_trained_and_transformers_finds_no_flash_attn(tmp_path):
+    """MindSpeed's patches stay; the modules that it made up for packages that are not installed are gone.
+
+    The engine and the trainer compute on the CPU. A gap of log-probs would show that MindSpeed has changed one of them.
+    """
+    model = training.make_model(tmp_path / "model", head_dim=32)  # vLLM's attention on a CPU takes no 8
+    cfg = training.config(
+        model, tmp_path / "out", rollout__engine="vllm", rollout__kv_cache_mib=64, train__steps=1, eval__num_questions=2
+    )
+    (tmp_path / "config.yaml").write_text(config.to_yaml(cfg))
+    done = npu_process(str(tmp_path), MINDSPEED, "vllm")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = json.loads((tmp_path / "answer.json").read_text())
+    assert found == {"patched": True, "dummies": [], "flash_attn": False}
+    (row,) = training.metrics(training.only_run(cfg))
+    assert row["rollout/logp_gap_mean"] < 1e-5 and row["actor/grad_norm"] > 0
 
 
 # ------------------------------------------------------------------------------------------------ without Megatron

@@ -215,6 +215,23 @@ class StubFinder:
         pass
 
 
+def describe_triton() -> None:
+    """Give the stand-in for triton, for which a StubFinder exists, the version and device that MindSpeed reads."""
+    target = types.SimpleNamespace(backend="npu", arch="Ascend910_9392", warp_size=0)
+    importlib.import_module("triton").__version__ = "3.2.2"
+    driver = importlib.import_module("triton.runtime.driver")
+    driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=Stub())
+
+
+def remove_stand_ins(*packages: str) -> None:
+    """Let later imports find these packages as they are installed, or not at all."""
+    for finder in sys.meta_path:
+        if isinstance(finder, StubFinder):
+            finder.packages = tuple(name for name in finder.packages if name not in packages)
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
 # ------------------------------------------------------------------------------------------------ a host as the device
 
 

@@ -24,13 +24,15 @@ from collections.abc import Callable
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from cann_stub import Stub, StubFinder, StubModule
+from cann_stub import Stub, StubFinder, StubModule, describe_triton
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 GROUPS: list[_Hccl] = []  # all hccl groups of this process
 KERNELS: dict[str, int] = {}  # number of calls of each kernel
+ON_HOST = "sort of whole numbers"  # which the hardware gives to the CPU of its host, so it is counted, too
+SORTS = {torch.ops.aten.sort, torch.ops.aten.topk}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REDUCED = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
 state = {"device": 0, "resizing": False}
@@ -113,6 +115,8 @@ def run(function, args: tuple, kwargs: dict):
     devices = [x for x in flat if isinstance(x, torch.device)]
     if devices:
         on_npu = devices[0].type == "npu"
+    if on_npu and function.overloadpacket in SORTS and not args[0].is_floating_point():
+        KERNELS[ON_HOST] = KERNELS.get(ON_HOST, 0) + 1
     raw[1].update({"pin_memory": False} if kwargs.get("pin_memory") else {})
     out = function(*raw[0], **raw[1])
     for x in flat:  # out= and resize_ change the shape of the data, so the wrapper needs the new shape
@@ -555,10 +559,7 @@ def install(stubs: bool = False) -> None:
     module = (StubModule if stubs else types.ModuleType)("torch_npu")
     if stubs:
         sys.meta_path.insert(0, StubFinder(*STUBBED))
-        target = types.SimpleNamespace(backend="npu", arch="Ascend910_9392", warp_size=0)
-        importlib.import_module("triton").__version__ = "3.2.2"
-        driver = importlib.import_module("triton.runtime.driver")
-        driver.active = types.SimpleNamespace(get_current_target=lambda: target, utils=Stub())
+        describe_triton()
         npu.mstx, npu.__path__ = Stub(), []
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None, is_package=True)
     module.__path__, module.__file__, module.__version__, module.npu = [], __file__, "0.0+fake", npu

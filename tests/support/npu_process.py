@@ -1,6 +1,7 @@
 """What runs on fake_npu.py, in a process of its own: operations, the start-up of hardware/device.py, and trainings.
 
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
+    python tests/support/npu_process.py FOLDER MINDSPEED_DIR vllm
 
 FOLDER/operations.json gets what the operations gave. FOLDER/life/config.yaml makes its tiny model, is trained,
 evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training, on every rank,
@@ -8,6 +9,9 @@ interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and t
 FOLDER/LAYOUT/answer-r. All of them are forked, so that torch and Megatron are imported only once. With a real
 MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. The
 exit code is 1 if a rank failed.
+
+With `vllm`, this process adapts the stand-in by MindSpeed and then trains FOLDER/config.yaml on its CPU, with vLLM. It
+writes what MindSpeed has left, and what transformers finds, to FOLDER/answer.json.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import cann_stub
 import fake_npu
 import torch
 import torch.distributed as dist
@@ -208,12 +213,41 @@ def life(folder: Path) -> list[int]:
     return codes + world.as_torchrun(1, after_the_training, folder) + world.as_torchrun(2, layers, folder)
 
 
-def main(folder: str, mindspeed: str = "") -> int:
+def train_with_vllm(folder: Path) -> int:
+    """Train FOLDER/config.yaml, whose device is a CPU, in this process, which MindSpeed has adapted to an NPU.
+
+    vLLM has no NPU here, and its CPU has no forward pass on the stand-in's tensors. So the device of the run is a CPU.
+    """
+    npu_device = devices.resolve("npu")
+    devices.adapt(npu_device)
+    devices.import_megatron(npu_device)
+    cann_stub.remove_stand_ins("scipy", "torchair", "triton")
+    from transformers.utils import is_flash_attn_2_available
+
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    dummies = sorted(name for name, file in files.items() if file == "mindspeed.dummy_module.py")
+    answer = {"patched": "mindspeed.megatron_adaptor" in sys.modules, "dummies": dummies}
+    try:
+        answer["flash_attn"] = is_flash_attn_2_available()
+    except Exception as error:
+        answer["flash_attn"] = repr(error)
+    (folder / "answer.json").write_text(json.dumps(answer))
+    import world
+
+    return max(world.as_torchrun(1, train, folder, False))
+
+
+def main(folder: str, mindspeed: str = "", engine: str = "") -> int:
+    if mindspeed:  # torch would take the stand-in for triton for a real one
+        import torch._inductor.compile_fx
+        import torch.utils.flop_counter  # noqa: F401
     fake_npu.install(stubs=bool(mindspeed))
     sys.path[1:1] = [mindspeed] if mindspeed else []
     import training
     import world
 
+    if engine:
+        return train_with_vllm(Path(folder))
     codes = []
     if not mindspeed:
         codes += world.as_torchrun(1, operate, Path(folder))

@@ -1,11 +1,12 @@
 """The engines of engines/ in the real vLLM and vllm-ascend, on cann_stub.py; run by the Python that has these packages.
 
     python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
-    python tests/support/vllm_ascend_engine.py whole FOLDER              one rank, a push of whole weights
-    python tests/support/vllm_ascend_engine.py shards FOLDER             four ranks, a push of the trainer's shards
+    python tests/support/vllm_ascend_engine.py whole FOLDER [MINDSPEED_DIR]     one rank, a push of whole weights
+    python tests/support/vllm_ascend_engine.py shards FOLDER [MINDSPEED_DIR]    four ranks, a push of trainer's shards
 
 `configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The others make
 the engine of FOLDER/config.yaml for the tiny model in FOLDER/model, and keep what they found in FOLDER/answer-RANK.pt.
+With the checkout of a MindSpeed, the process starts as a training with MindSpeed does, before it imports vLLM.
 """
 
 from __future__ import annotations
@@ -23,6 +24,33 @@ import cann_stub
 cann_stub.install()
 
 import torch  # noqa: E402
+
+
+def start_with(mindspeed: str) -> None:
+    """Adapt the device by the MindSpeed of this checkout and import Megatron, in the order of a training.
+
+    MindSpeed imports triton and torchair. Both have stand-ins whose names nothing calls, until Megatron is imported;
+    vLLM then finds no triton, as in the tests without MindSpeed. torch would take the stand-in for a real triton, so
+    its modules that look for one are imported before.
+    """
+    import torch._inductor.compile_fx
+    import torch.utils.flop_counter  # noqa: F401
+
+    from hardware import device as devices
+
+    packages = "triton", "torchair"
+    sys.meta_path.insert(0, cann_stub.StubFinder(*packages))
+    cann_stub.describe_triton()
+    sys.path.insert(1, mindspeed)
+    npu = devices.resolve("npu")
+    devices.adapt(npu)
+    devices.import_megatron(npu)
+    cann_stub.remove_stand_ins(*packages)
+
+
+if len(sys.argv) > 3:
+    start_with(sys.argv[3])
+
 import torch.distributed as dist  # noqa: E402
 import vllm  # noqa: E402
 import world  # noqa: E402
@@ -103,14 +131,21 @@ def configurations(folder: Path) -> None:
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[VllmEngine]:
     """The engine of FOLDER/config.yaml on this rank, in a world of gloo as the trainer makes it."""
-    from vllm_ascend.worker.worker import NPUModelRunner, NPUWorker
-
     cfg = config.load_config(folder / "config.yaml")
     device = torch.device("npu", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
-    # The two calls of kernels in a start, which compute nothing here.
-    kernels = mock.patch.object(NPUModelRunner, "profile_run"), mock.patch.object(NPUWorker, "_warm_up_atb")
-    with cann_stub.mode(), kernels[0], kernels[1]:
+    make = vllm.LLM
+    with cann_stub.mode(), contextlib.ExitStack() as kernels:
+
+        def without_kernels(**arguments: object) -> vllm.LLM:
+            """Replace the two calls of kernels in a start. The import is as late as vLLM's: it has a side effect."""
+            from vllm_ascend.worker.worker import NPUModelRunner, NPUWorker
+
+            kernels.enter_context(mock.patch.object(NPUModelRunner, "profile_run"))
+            kernels.enter_context(mock.patch.object(NPUWorker, "_warm_up_atb"))
+            return make(**arguments)
+
+        kernels.enter_context(mock.patch.object(vllm, "LLM", without_kernels))
         torch.npu.set_device(device)
         yield factory.open_engine(cfg, hf_config.read(cfg.model.path), device, END, 0)
 
@@ -122,12 +157,20 @@ def held(engine: VllmEngine) -> dict[str, torch.Tensor]:
     return {name: cann_stub.on_host(parameter).clone() for name, parameter in parameters.items()}
 
 
+def may_tile() -> bool:
+    """Whether torch_npu may store tensors in its internal formats."""
+    import torch_npu
+
+    return torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"enable"
+
+
 def whole(folder: Path) -> None:
-    """Push whole weights as a replica takes them."""
-    weights = load_file(folder / "model" / "model.safetensors")
+    """Push whole weights as a replica takes them, and look at a setting of the process before and after the start."""
+    weights, tiles = load_file(folder / "model" / "model.safetensors"), [may_tile()]
     with opened(folder) as engine:
+        tiles.append(may_tile())
         engine.load_weights(weights.items())
-        torch.save(held(engine), folder / "answer-0.pt")
+        torch.save({"parameters": held(engine), "may tile": tiles}, folder / "answer-0.pt")
 
 
 def shards(folder: Path) -> None:
@@ -160,7 +203,7 @@ def shards(folder: Path) -> None:
         torch.save(found, folder / f"answer-{parallel.rank}.pt")
 
 
-def main(what: str, folder: str) -> int:
+def main(what: str, folder: str, mindspeed: str = "") -> int:
     path = Path(folder)
     if what == "configurations":
         configurations(path)
