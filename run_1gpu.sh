@@ -4,5 +4,5 @@
 CONFIG=${CONFIG:-configs/olmoe.yaml} DEVICE=cuda RANKS_PER_NODE=1
 GIB=${GIB:-80}    # memory of the GPU, for the plan
 LAYOUT=tp1_ep1    # the only one of a single GPU
-EXTRA=(device=cuda rollout.tensor=1 rollout.expert_parallel=false)
+EXTRA=(device=cuda rollout.tensor=1 rollout.expert_parallel=false rollout.enforce_eager=false)   # with graphs, as vLLM samples by default
 source "$(dirname "$0")/launch/launch.sh"

@@ -3,5 +3,5 @@
 
 CONFIG=configs/qwen3.yaml DEVICE=cuda RANKS_PER_NODE=8
 LAYOUT=${LAYOUT:-tp4_ep8}   # by the plan the fastest with room; or tp1_ep8, tp2_ep8, tp4_ep4
-EXTRA=(device=cuda rollout.expert_parallel=false)
+EXTRA=(device=cuda rollout.expert_parallel=false rollout.enforce_eager=false)   # with graphs, as vLLM samples by default
 source "$(dirname "$0")/launch/launch.sh"

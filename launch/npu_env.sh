@@ -2,16 +2,18 @@
 # Not run on an NPU yet. The exports and their reasons are those of the table in facts/variables.py, which also names their
 # sources; tests/rules/test_scripts.py compares the two.
 
-if [ -z "${ASCEND_HOME_PATH:-}" ]; then   # set +u: CANN's own scripts read variables that are not set
-    set +u
+set +u   # CANN's own scripts read variables that are not set
+if [ -z "${ASCEND_HOME_PATH:-}" ]; then
     for folder in /usr/local/Ascend/cann /usr/local/Ascend/ascend-toolkit; do   # from CANN 8.5 on; before CANN 8.5
         # shellcheck disable=SC1091
         if [ -f "$folder/set_env.sh" ]; then source "$folder/set_env.sh"; break; fi
     done
-    # shellcheck disable=SC1091
-    if [ -f /usr/local/Ascend/nnal/atb/set_env.sh ]; then source /usr/local/Ascend/nnal/atb/set_env.sh; fi
-    set -u
 fi
+if [ -z "${ATB_HOME_PATH:-}" ] && [ -f /usr/local/Ascend/nnal/atb/set_env.sh ]; then   # a shell can have CANN without ATB
+    # shellcheck disable=SC1091
+    source /usr/local/Ascend/nnal/atb/set_env.sh
+fi
+set -u
 
 # How long ranks wait for each other. This order must hold: train.stall_seconds < these < parallel.timeout_seconds.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1800}"   # seconds; reading 60 GB takes longer than the default of 120

@@ -364,6 +364,13 @@ def one_allocator(machine: Machine) -> Found:
     return len(names) < 2, " and ".join(names) or "not set"
 
 
+def allocator_of_vllm(machine: Machine) -> Found:
+    """vllm-ascend 0.23 (platform.py) sets torch_npu's own variable in any case, for the processes that it starts."""
+    text = machine.env.get("PYTORCH_ALLOC_CONF", "")
+    is_old = variables.matches(machine.version("vllm") or "", ("0.23",))
+    return not (text and is_old), f"PYTORCH_ALLOC_CONF={text}" if text else "not set"
+
+
 def no_expandable_segments(machine: Machine) -> Found:
     text = machine.env.get("PYTORCH_NPU_ALLOC_CONF", "") + machine.env.get("PYTORCH_ALLOC_CONF", "")
     return "expandable_segments:true" not in text.lower(), text or "torch_npu's own settings"
@@ -607,6 +614,14 @@ QUICK = (
         "unset HCCL_OP_EXPANSION_MODE until a first run works",
     ),
     Row("npu", "allocator", one_allocator, "one of them, or torch_npu refuses", "fail", "unset PYTORCH_ALLOC_CONF"),
+    Row(
+        "npu vllm",
+        "allocator",
+        allocator_of_vllm,
+        "PYTORCH_NPU_ALLOC_CONF: vLLM 0.23 starts programs with both, which torch_npu refuses",
+        "fail",
+        'export PYTORCH_NPU_ALLOC_CONF="$PYTORCH_ALLOC_CONF" && unset PYTORCH_ALLOC_CONF',
+    ),
     Row(
         "npu graphs",
         "allocator",

@@ -310,7 +310,7 @@ def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
 def scripts(config: Path, device: str) -> dict[int, str]:
     """Number of ranks -> the script that is the row of so many ranks on one node with this configuration file."""
     found = {}
-    for path in ROOT.glob("run_*.sh"):
+    for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # of two with equally many ranks, the shorter name
         head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name

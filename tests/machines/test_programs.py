@@ -152,6 +152,19 @@ def test_an_npu_has_its_variables_and_devices_and_graphs_that_fail_do_not_fail_t
     assert Path(stages["steps"]["log"]).read_text() == "1800 of launch/npu_env.sh\n"
 
 
+def test_graphs_that_work_are_one_word_of_the_run_script_with_the_plans_seconds(hour) -> None:
+    (hour.folder / "plan").write_text("""case "$*" in
+    *enforce_eager=true*) echo "estimated step: 305 to 687 s, expected 458 s, if answers are long" ;;
+    *enforce_eager=false*) echo "estimated step: 133 to 298 s, expected 199 s, if answers are long" ;;
+esac""")
+    shutil.copy(ROOT / "configs" / "qwen3.yaml", hour.config)
+    code, ran, said = hour.start("name=tiny_cpu", ASCEND_RT_VISIBLE_DEVICES="0,1,4,5")
+    assert (code, ran) == (0, [*NAMES, "plan", "plan"]), said
+    assert "add one word to the run script, e.g. bash run_16npu.sh rollout.enforce_eager=false\n" in said
+    assert "by the plan a step then takes 199 s instead of 458 s\n" in said
+    assert "result: all passed." in said
+
+
 def test_a_model_that_does_not_learn_fails_its_stage_alone(hour) -> None:
     """Six ranks: the layouts of four of them are tested."""
     (hour.folder / "learning").write_text("echo 'arithmetic accuracy 32.9 % -> 59.9 % (95 % interval, sampled)'")

@@ -318,6 +318,7 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
 OLMOE = json.loads((ROOT / "configs" / "OLMoE-1B-7B-0924-Instruct.config.json").read_text())
 RUNS = {  # one of run_scripts.STARTS -> (processes, machines, model, layout)
     "run_16npu.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
+    "run_16npu_r3_aqn.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
     "run_12npu.sh": (12, 1, QWEN3_30B_A3B, (4, 4)),
     "run_8npu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
@@ -389,6 +390,31 @@ def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script:
     assert (cfg.rollout.tensor, cfg.rollout.kv_cache_mib, cfg.data.train_path) == (1, 512, "")  # the defaults
     with pytest.raises(InputError, match="override rollout.tensor: not read, rollout.engine is not vllm"):
         load_config(ROOT / path, [*overrides, "rollout.tensor=1"])
+
+
+@pytest.mark.parametrize("script", run_scripts.STARTS)
+def test_gpus_sample_with_graphs_and_npus_without_until_they_have_run_there(script: str) -> None:
+    path, overrides, _ = run_scripts.training(run_scripts.planned(script)[1])
+    assert load_config(ROOT / path, overrides).rollout.enforce_eager == ("gpu" not in script)
+
+
+def test_the_script_with_r3_and_noise_differs_from_run_16npu_sh_in_these_and_in_its_name() -> None:
+    """The two write runs of different names, so neither resumes the other's."""
+    plain, noisy = (
+        load_config(ROOT / path, overrides)
+        for path, overrides, _ in (
+            run_scripts.training(run_scripts.planned(script)[1]) for script in ("run_16npu.sh", "run_16npu_r3_aqn.sh")
+        )
+    )
+    assert (noisy.name, noisy.replay.mode, noisy.aqn.schedule) == ("qwen3_30b_a3b_r3_aqn", "r3", "qerl")
+    changes = {
+        "name": plain.name,
+        "replay": plain.replay,
+        "aqn": plain.aqn,
+    }
+    assert noisy.model_copy(update=changes) == plain and plain.name != noisy.name
+    done = run_scripts.start("run_16npu_r3_aqn.sh", "--plan-only", PYTHON=sys.executable)
+    assert done.returncode == 0 and done.stdout.endswith("\n\nverdict: fits\n"), done.stdout[-1500:]
 
 
 def test_users_own_settings_reach_the_run() -> None:
@@ -478,6 +504,34 @@ def test_scripts_export_the_variables_of_the_table_with_its_reasons(kind: str) -
     assert exports == [f'export {v.name}="${{{v.name}:-{v.value}}}" # {v.reason}' for v in variables.START[kind]]
     (unset,) = re.findall(r"^unset (.*?)\s+#", text, re.M)
     assert sorted(unset.split()) == variables.from_a_launcher(dict.fromkeys(unset.split(), "1"))
+
+
+@pytest.mark.parametrize(
+    "known", [(), ("ASCEND_HOME_PATH",), ("ATB_HOME_PATH",), ("ASCEND_HOME_PATH", "ATB_HOME_PATH")]
+)
+def test_cann_and_atb_are_each_loaded_where_the_shell_does_not_have_them(
+    known: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = (ROOT / "launch" / "npu_env.sh").read_text().replace("/usr/local/Ascend", str(tmp_path))
+    (tmp_path / "npu_env.sh").write_text(text)
+    for folder, name in (("cann", "ASCEND_HOME_PATH"), ("nnal/atb", "ATB_HOME_PATH")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "set_env.sh").write_text(f'{name}="loaded$never_set"\nexport {name}\n')
+    show = 'source "$0"; echo "$ASCEND_HOME_PATH $ATB_HOME_PATH"'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", show, tmp_path / "npu_env.sh"],
+        env={"PATH": os.environ["PATH"]} | dict.fromkeys(known, "known"),
+        capture_output=True,
+        text=True,
+    )
+    paths = ["known" if name in known else "loaded" for name in ("ASCEND_HOME_PATH", "ATB_HOME_PATH")]
+    assert (done.returncode, done.stdout.split()) == (0, paths), done.stderr
+
+
+def test_the_container_has_the_number_of_threads_of_the_table() -> None:
+    """The vendor's image sets 1, which npu_env.sh would keep."""
+    (threads,) = [variable.value for variable in variables.START["npu"] if variable.name == "OMP_NUM_THREADS"]
+    assert f"\nENV OMP_NUM_THREADS={threads}\n" in (ROOT / "docker" / "Dockerfile.a3").read_text()
 
 
 @pytest.mark.parametrize(("eager", "deterministic"), [(True, False), (False, True)])

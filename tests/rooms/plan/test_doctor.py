@@ -109,12 +109,16 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
         "fail  allocator: PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF; needed",
         variables(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64", PYTORCH_ALLOC_CONF="x"),
     ),
+    (
+        "fail  allocator: PYTORCH_ALLOC_CONF=max_split_size_mb:64; needed",
+        variables(PYTORCH_ALLOC_CONF="max_split_size_mb:64"),
+    ),
     ("fail  allocator: expandable_segments:True; needed", variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")),
     (
         "warn  allocator: expandable_segments:True; needed",
         both(
             config("rollout.enforce_eager=true"),
-            variables(PYTORCH_ALLOC_CONF="expandable_segments:True"),
+            variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"),
         ),
     ),
     ("fail  TASK_QUEUE_ENABLE: 2; needed", variables(TASK_QUEUE_ENABLE="2")),
@@ -209,6 +213,8 @@ def test_the_newer_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
     for cann in ("9.2.0", "9.1.0"):
         package(newer, "CANN", cann)(where)
         said += [str(finding) for finding in doctor.examine(where, doctor.QUICK) if finding.what == "packages"]
+    variables(PYTORCH_ALLOC_CONF="max_split_size_mb:64")(where)  # the older vllm-ascend alone cannot have it
+    assert {finding.what: finding.level for finding in doctor.examine(where, doctor.QUICK)}["allocator"] == "ok"
     assert said[0].startswith("ok    packages: CANN 9.2.0") and said[1].startswith(
         "warn  packages: CANN 9.1.0 in place of 9.2; needed"
     )
