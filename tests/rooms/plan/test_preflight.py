@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from as_if_on import as_if_on
+from published import QWEN3_30B_A3B
 from tiers import ci
 
 import preflight
@@ -48,6 +49,44 @@ def test_the_configurations_we_ship_fit(name, capsys):
     assert found["verdict"] == "fits" and found["reasons"] == [] and found["alternatives"] == []
     assert found["ranks"] == (2 if name == "tiny_cpu" else 16)
     assert all(0 < size < found["per_rank"]["capacity_bytes"] for size in found["per_rank"]["phases"].values())
+
+
+CODER = {"intermediate_size": 5472, "shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+}
+SAME_FAMILY = {  # name -> how its config.json differs from that of Qwen3-30B-A3B-Instruct-2507; overrides; parameters
+    "Qwen3-30B-A3B-Thinking-2507": ({}, [], 30_532_122_624),
+    "Qwen3-Coder-30B-A3B-Instruct": (CODER, [], 30_532_122_624),
+    "Qwen3-235B-A22B": (
+        LARGE,
+        ["--ranks", "64", "parallel.tensor=4", "parallel.expert=64", "rollout.tensor=4", "model.recompute=true"],
+        235_093_634_560,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_FAMILY)
+def test_the_models_of_the_same_family_fit_with_the_overrides_of_docs_planning_md(name, tmp_path, capsys):
+    """The numbers of parameters are those that the models' pages give: 30.5B and 235B."""
+    changes, overrides, parameters = SAME_FAMILY[name]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(QWEN3_30B_A3B | changes))
+    found = report(capsys, QWEN3, f"model.path={tmp_path / name}", *overrides)
+    assert found["verdict"] == "fits" and base_parameters(hf_config.read(tmp_path / name), WHOLE) == parameters
+    if name == "Qwen3-235B-A22B":  # by hand: experts on 64 ranks; attention, embedding and head on 4; routers and norms
+        experts, attention = 94 * 128 * 3 * 4096 * 1536 // 64, 94 * 2 * 4096 * (64 + 4) * 128 // 4
+        vocabulary, routers, norms = 2 * 151936 * 4096 // 4, 94 * 128 * 4096, 94 * (2 * 4096 + 2 * 128) + 4096
+        assert found["per_rank"]["base_bytes"] == 2 * (experts + attention + vocabulary + routers + norms)
+        assert found["per_rank"]["peak_bytes"] / 2**30 == pytest.approx(42.8, abs=0.05)
+    for override in overrides[2:]:
+        assert override in (ROOT / "docs" / "planning.md").read_text()
 
 
 R3_ON_TWO_DIES = [  # run_2npu.sh
