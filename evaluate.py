@@ -13,6 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
+from runlog import progress
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    progress.end_on_signals(lambda: "before the end of the evaluation; the same command starts it again")
+
 import torch
 
 import data_gsm8k

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
@@ -45,6 +45,7 @@ from inputs.files import (
 )
 from knobs import Config
 from lab.records import Part, planted_fault, validated
+from runlog.progress import ending_signals
 from runlog.run_record import lock_file, of_last_start, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried
@@ -294,9 +295,14 @@ def print_list(jobs: list[Job]) -> None:
         print(f"{job.name}  {state}  {job.processes} ranks  {' '.join(job.arguments)}")
 
 
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Interrupt the main thread as Ctrl-C does, with the number of the signal."""
+    raise KeyboardInterrupt(number)
+
+
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 130: interrupted"""
+    """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 128 + a signal"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="a file of configs/sweeps/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
@@ -313,15 +319,16 @@ def main(arguments: list[str]) -> int:
         return 0
     folder = Path(ROOT, jobs[0].cfg.train.out_dir) / f"sweep-{args.sweep.stem}"
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a sweep as Ctrl-C does
+    for number in ending_signals():
+        signal.signal(number, interrupt)
     with local(sweep.resources) if args.local else on_ray(sweep.resources, args.address) as submit:
         try:
             failed = run_sweep(jobs, submit, folder, sweep.retries)
-        except KeyboardInterrupt:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the wait for the jobs
-                signal.signal(number, signal.SIG_IGN)
+        except KeyboardInterrupt as interrupted:
+            for number in ending_signals():  # a second one must not end the wait; a job must not inherit SIG_IGN
+                signal.signal(number, lambda number, frame: None)
             print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
-            return 130
+            return 128 + interrupted.args[0]
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished; {folder}/sweep.json")
     for name, said in failed.items():
         print(f"{name}: {said}\n  output: {folder / name}.log", file=sys.stderr)

@@ -2,17 +2,22 @@
 
     python launch/first_code.py --standalone --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml
 
-The exit code is 128 + the number of a signal that ended the rank, or this process. The run_*.sh scripts start this.
+The exit code is 128 + the number of a signal that ended the rank, or this process. A signal that is ignored at the
+start, as HUP under nohup, stays ignored. The run_*.sh scripts start this.
 """
 
 import io
 import logging
+import os
 import signal
 import sys
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+# torchrun passes these on to the ranks; its own list has neither of the last two, and HUP even under nohup.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(arguments: list[str]) -> int:
@@ -23,6 +28,8 @@ def launch(arguments: list[str]) -> int:
     # What these report of the end of a rank says nothing more.
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    handled = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))  # torchrun's --signals-to-handle
     try:
         run.main(arguments)
     except KeyboardInterrupt:

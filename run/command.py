@@ -68,7 +68,7 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
 
     Exit code 0: done; 2: input that cannot be used, in one line; 3: a tripwire's message; 1: any other error.
 
-    A rank that stands still ends itself with 4 (runlog/progress.py); 130 and 143: ended by Ctrl-C or SIGTERM.
+    A rank that stands still ends itself with 4, and a signal ends it with 128 + its number (runlog/progress.py).
     """
     parser = command_line("train_grpo.py", manual)
     parser.add_argument("--check", action="store_true", help="check the input and stop")

@@ -27,12 +27,18 @@ GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait 
 
 # ------------------------------------------------------------------------------------------------ the end by a signal
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; a scheduler's or torchrun's
+# Ctrl-C; a scheduler or torchrun; the end of a terminal; the warnings of a scheduler before its limit
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOT_STARTED = "before a step of this start; the same command starts it again"
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Return those of SIGNALS that shall end this process: not one that it ignores from its start, as under nohup."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str], None] = lambda line: None) -> None:
-    """From now on one of SIGNALS ends this process at once, and rank 0 prints and notes one line with ``reached()``.
+    """Let each of ending_signals() end this process at once; rank 0 prints and notes one line with ``reached()``.
 
     Python would call a handler in the main thread, and not while that waits in a collective. But it writes the number
     of a signal to a pipe as it arrives, in whatever code the main thread is, and a thread reads the pipe. A blocked
@@ -41,9 +47,10 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    for number in SIGNALS:
+    ending = ending_signals()
+    for number in ending:
         signal.signal(number, lambda number, frame: None)  # the system's own action would come before the thread's
-    os.register_at_fork(after_in_child=_end_silently)
+    os.register_at_fork(after_in_child=lambda: _end_silently(ending))
     speaks = os.environ.get("RANK", "0") == "0"  # samplers change RANK later
 
     def wait() -> None:
@@ -61,10 +68,10 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_silently() -> None:
-    """In a forked process, which has no such thread, the system ends the process."""
+def _end_silently(ending: list[signal.Signals]) -> None:
+    """Let the system end a forked process, which has no such thread."""
     signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
+    for number in ending:
         signal.signal(number, signal.SIG_DFL)
 
 

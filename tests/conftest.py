@@ -4,6 +4,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell that has put pytest into the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs of the tests would ignore it, too
     if config.getoption("--ci"):
         tiers.left_out = {"nightly"}
     if config.getoption("--all"):

@@ -153,6 +153,34 @@ def test_the_launcher_ends_with_the_code_of_the_rank_that_ended_first_and_no_tra
     assert "ended first, with exit code" in done.stderr.splitlines()[-1]
 
 
+SENDING = """
+import os, signal, sys, time
+os.kill(os.getppid(), signal.{sent})
+time.sleep(20 if {ends} else 3)
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("before", "sent", "code"), [(["nohup"], "SIGHUP", 0), ([], "SIGHUP", 129), ([], "SIGUSR1", 138)]
+)
+def test_the_launcher_goes_on_under_nohup_and_ends_by_a_signal_that_is_not_ignored(
+    before, sent, code, tmp_path
+) -> None:
+    (tmp_path / "script.py").write_text(SENDING.format(sent=sent, ends=bool(code)))
+    command = [*before, sys.executable, "launch/first_code.py", "--standalone", "--local-addr=localhost"]
+    done = subprocess.run(
+        [*command, tmp_path / "script.py"],
+        cwd=launched.ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=lambda: signal.signal(getattr(signal, sent), signal.SIG_DFL),  # pytest itself may ignore it
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
 WAIT = """
 import ctypes, time
 from inputs.config import load_config

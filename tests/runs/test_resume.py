@@ -267,7 +267,7 @@ def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, change
 # ----------------------------------------------------------------------------------------------------- killed processes
 # SIGKILL at any moment, or a write that the system refuses: a whole checkpoint is left, and the run ends the same.
 #
-# Ctrl-C and SIGTERM end a process at once, with one line.
+# Ctrl-C and other signals end a process at once, with one line.
 
 COMPARED = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
 
@@ -348,7 +348,7 @@ def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: 
     assert wrong == [] and sum(resumed) >= 15
 
 
-# ------------------------------------------------------------------------------------------------ Ctrl-C and SIGTERM
+# ------------------------------------------------------------------------------------------------ Ctrl-C and others
 
 
 BUSY = """
@@ -363,7 +363,16 @@ hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)  # like a collective: Python ca
 """
 
 
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, "0"), (signal.SIGINT, "1")])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [
+        (signal.SIGTERM, "0"),
+        (signal.SIGINT, "1"),
+        (signal.SIGHUP, "0"),
+        nightly(signal.SIGUSR1, "0"),
+        nightly(signal.SIGUSR2, "0"),
+    ],
+)
 def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_rank_0(number, rank) -> None:
     busy = subprocess.Popen(
         [sys.executable, "-c", BUSY],
@@ -372,6 +381,7 @@ def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_ran
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # pytest itself may ignore it
     )
     line = f"\nended by {number.name} after step 3\n" if rank == "0" else ""
     assert busy.stdout.readline() == f"the child ended with {-signal.SIGTERM}\n"
@@ -384,25 +394,59 @@ def test_a_signal_ends_a_process_that_waits_in_foreign_code_with_one_line_of_ran
     assert busy.returncode == 128 + number and error == line
 
 
-def pressed(launch: launched.Launch, ready: Callable[[], bool]) -> list[str]:
-    """Ctrl-C when ``ready``. The lines of the log, if the process then ends soon, with 130 and without a traceback."""
+IGNORING = """
+import os, sys
+from runlog import progress
+progress.end_on_signals()
+os.kill(os.getpid(), int(sys.argv[1]))
+print('goes on')
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number: int) -> None:
+    """A shell ignores SIGINT in a job in the background, and nohup ignores SIGHUP."""
+    done = subprocess.run(
+        [sys.executable, "-c", IGNORING, str(int(number))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_IGN),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+def pressed(launch: launched.Launch, ready: Callable[[], bool], number: int = signal.SIGINT) -> list[str]:
+    """Ctrl-C, or this signal, when ``ready``.
+
+    The lines of the log, if the process then ends soon, with 128 + the number and without a traceback.
+    """
     launch.until(ready)
-    os.killpg(launch.process.pid, signal.SIGINT)
-    assert launch.wait(60) == 130 and "Traceback" not in launch.text and "signal" not in launch.text, launch.text
+    os.killpg(launch.process.pid, number)
+    assert launch.wait(60) == 128 + number, launch.text
+    assert "Traceback" not in launch.text and "signal" not in launch.text, launch.text
     return [line for line in launch.text.splitlines() if line]
 
 
 @pytest.mark.ci
-def test_ctrl_c_during_the_imports_ends_with_one_line(tmp_path: Path) -> None:
-    with launched.started(sys.executable, "train_grpo.py", tmp_path / "absent.yaml", log=tmp_path / "log") as launch:
+@pytest.mark.parametrize(
+    ("command", "number", "when"),
+    [
+        ("train_grpo.py", signal.SIGINT, "a step of this start"),
+        ("evaluate.py", signal.SIGHUP, "the end of the evaluation"),
+    ],
+)
+def test_a_signal_during_the_imports_ends_with_one_line(command: str, number: int, when: str, tmp_path: Path) -> None:
+    with launched.started(sys.executable, command, tmp_path / "absent.yaml", log=tmp_path / "log") as launch:
         status = Path(f"/proc/{launch.process.pid}/status")
 
-        def catches_sigterm() -> bool:
+        def catches() -> bool:
             caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
             return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
-        lines = pressed(launch, catches_sigterm)
-    assert lines == ["ended by SIGINT before a step of this start; the same command starts it again"]
+        lines = pressed(launch, catches, number)
+    assert lines == [f"ended by {number.name} before {when}; the same command starts it again"]
 
 
 @pytest.mark.ci

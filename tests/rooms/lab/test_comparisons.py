@@ -22,6 +22,7 @@ import recorded
 import training
 from matplotlib.image import imread
 from scipy import stats
+from tiers import nightly
 
 import sweep
 from facts.exits import InputError
@@ -29,6 +30,7 @@ from inputs.config import MAY_CHANGE, flatten, to_dict
 from inputs.files import write_atomically
 from lab import comparisons, curves, records
 from lab.comparisons import Effect, Entry, Family, Plan
+from runlog.progress import SIGNALS
 
 # ---------------------------------------------------------------------------------------------------------- comparisons
 
@@ -420,24 +422,27 @@ def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, 
     assert "resources.NPU: 16 a job; Ray reports 0 in all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, nightly(signal.SIGINT), signal.SIGHUP, nightly(signal.SIGUSR1)])
 def test_an_interrupted_sweep_ends_its_jobs_and_no_other_process(
-    write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    first, write_sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Ctrl-C, or SIGTERM from a scheduler, while a job runs; and once more while the sweep waits for its end."""
+    """Ctrl-C, or another signal, while a job runs; and once more while the sweep waits for its end."""
     foreign, started = subprocess.Popen(["sleep", "600"]), []
 
     def start_training(*_: object) -> subprocess.Popen:
         slow = "trap 'sleep 0.5; exit 1' TERM; sleep 600 & wait"  # as torchrun, which ends its ranks first
         started.append(subprocess.Popen(["bash", "-c", slow], start_new_session=True))
-        for seconds, number in ((0.5, signal.SIGTERM), (0.7, signal.SIGINT)):
+        for seconds, number in ((0.5, first), (0.7, signal.SIGINT)):
             threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
         return started[-1]
 
     monkeypatch.setattr(sweep, "start_training", start_training)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)  # what was ignored at the start of pytest would stay ignored
     try:
         path = write_sweep([0, 1], "{CPU: 10000}", a={})
-        assert sweep.main([str(path), "--local"]) == 130
+        assert sweep.main([str(path), "--local"]) == 128 + first
         assert len(started) == 1 and started[0].returncode == 1 and foreign.poll() is None
     finally:
         for number, handler in handlers.items():
