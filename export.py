@@ -237,7 +237,7 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     if settings.is_file():
         if under_torchrun:
             raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes")
-        named = str(read_object(settings).get("base_model_name_or_path"))
+        named = peft_adapters.read_settings(source).base_model_name_or_path or "not named"
         base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
             raise InputError(

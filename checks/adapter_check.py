@@ -176,8 +176,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
 
 def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
     """A context that gives the program; InputError for an unknown one."""
-    about = [read_object(adapter / peft_adapters.SETTINGS, ("r",)) for adapter in adapters]
-    largest = max(max(each["r"], *(each.get("rank_pattern") or {}).values(), 0) for each in about)
+    largest = max(peft_adapters.read_settings(adapter).largest_rank for adapter in adapters)
     stack = args.stack
     if stack == "trainer":
         return in_trainer(expected, args, largest)

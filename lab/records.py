@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from facts.exits import InputError
 from inputs.config import MAY_CHANGE, changed_keys
@@ -40,23 +40,10 @@ STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, all but timing/
 WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
 
 
-Content = TypeVar("Content", bound=BaseModel)
-
-
 class Part(BaseModel):
     """A part of a file that people write. Missing fields, unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def validated(model: type[Content], content: Any, where: Path) -> Content:
-    """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, fault["loc"])) or "all of it"
-        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
 
 
 def planted_fault(command: str) -> str:

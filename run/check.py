@@ -104,9 +104,9 @@ def read_inputs(
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.normalised(question.question) for question in questions}
+    asked = {question_files.composed(question.question) for question in questions}
     for name, part in held_out.items():
-        shared = {one.question for one in part if question_files.normalised(one.question) in asked}
+        shared = {one.question for one in part if question_files.composed(one.question) in asked}
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
@@ -260,12 +260,26 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
             f"expert {expert} x expert_data {side.ranks // expert}"
         )
     for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
-        lines.append(f"{name or 'held out'}: {part.description}")
+        lines += [f"{name or 'held out'}: {part.description}", *look_alikes(f"{name or 'held out'}", part, part)]
+        if part is not inputs.questions:
+            lines += look_alikes(f"train and {name or 'held out'}", inputs.questions, part)
     lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
+
+
+def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
+    """Return a warning if questions of two parts differ only in what a reader hardly sees, such as case or width."""
+    pairs = question_files.alike(first, second)
+    if not pairs:
+        return []
+    one, other = (text[:60] for text in pairs[0])
+    return [
+        f"warning: {name}: {len(pairs)} questions are like another one but for case, width or invisible characters, "
+        f"for example {one!r} and {other!r}; all are kept"
+    ]
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
