@@ -285,7 +285,8 @@ WRITTEN = {
 }
 MEDIA = """<image> <IMG> <img> <image_1> <|image_1|> <image~1> <|image_pad|> <|vision_start|> <start_of_image>
     <im_patch> <image_soft_token> <video> <|video_pad|> <audio> <|AUDIO|> <|audio_bos|> <speech> <ImageHere>
-    <|media_begin|> [IMG] [IMAGE] [image_1] [AUDIO] <img~src="a.png"/> ![figure](a.png) data:image/png;base64,iVBOR""".split()
+    <|media_begin|> [IMG] [IMAGE] [image_1]
+    [AUDIO] <img~src="a.png"/> ![figure](a.png) data:image/png;base64,iVBOR""".split()
 TEXTS = [  # of GSM8K, of MATH, and as a problem may be written
     "[1, 2, 3]", "{1, 2} and [a, b]", "(3, 4)", "[asy]\ndraw((0,0)--(1,1));\n[/asy] What is the area?", "$[0, 1)$",
     "What is the image of f?", "Is a<b and c>d?", "If x < 3 and image > 2?", "$\\text{image}(A)$", "The <think> token?",
