@@ -27,7 +27,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.root import ROOT
-from inputs.config import changed_keys, command
+from inputs.config import changed_keys, command, path_option, text_option
 from inputs.files import first_names, shown
 from lab import comparisons, pages, records
 from lab.records import Record
@@ -242,11 +242,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
     parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
-    parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
+    parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
+    parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
-    adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
+    adding.add_argument("runs", nargs="+", type=path_option, metavar="out/RUN")
     adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
     adding.set_defaults(
         act=lambda args: print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
@@ -261,16 +261,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     repeating.set_defaults(act=lambda args: rerun(args.results, records.load_record(args.results, args.id), args.run))
     restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
     restoring.add_argument("id")
-    restoring.add_argument("folder", type=Path)
+    restoring.add_argument("folder", type=path_option)
     restoring.set_defaults(
         act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
     )
     showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
-    showing.add_argument("run", type=Path, metavar="out/RUN")
+    showing.add_argument("run", type=path_option, metavar="out/RUN")
     showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
     showing.set_defaults(act=lambda args: print(records.show(args.run, args.step)))
     comparing = verbs.add_parser("compare", help="compare runs or variants")
-    comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
+    comparing.add_argument(
+        "names", nargs="+", type=text_option, metavar="NAME", help="record, variant, run folder, or folder of a sweep"
+    )
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
     comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)

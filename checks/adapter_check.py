@@ -37,7 +37,7 @@ import parallel_setup
 from engines.vllm_adapter import RANKS
 from facts.exits import InputError
 from inputs import hf_config
-from inputs.config import command, load_config
+from inputs.config import command, load_config, path_option, text_option
 from inputs.files import one_line, read_object
 from weights import peft_adapters, probes
 
@@ -344,13 +344,15 @@ def main(arguments: list[str]) -> int:
     about, programs = __doc__.split("\n\n", 1)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("preflight.py --adapter", None, about, programs, formatter_class=raw)
-    parser.add_argument("adapter", metavar="DIR", type=Path, help="made by export.py --probes")
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="only of the trainer, with overrides")
+    parser.add_argument("adapter", metavar="DIR", type=path_option, help="made by export.py --probes")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", type=path_option, help="only of the trainer, with overrides"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--stack", required=True, help="the program: see below, or docs/adapters.md")
+    parser.add_argument("--stack", required=True, type=text_option, help="the program: see below, or docs/adapters.md")
     parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
     parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=path_option, help="also write the figures to this file")
     args = parser.parse_intermixed_args(arguments)
     first = parallel_setup.launched_rank() == 0
     good, figures = answer(args, (lambda text: print(text, flush=True)) if first else lambda _: None)
