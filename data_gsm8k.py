@@ -173,9 +173,16 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    templates = {"tokenizer_config.json": settings.get("chat_template")}
+    if "chat_template.json" in files:  # of old processors
+        templates["chat_template.json"] = read_object(folder / "chat_template.json").get("chat_template")
+    for name, template in templates.items():
+        if isinstance(template, str) and template.strip() != str(tokenizer.chat_template).strip():
+            raise InputError(f"{folder / name}: its chat template is not the one that is read; needed: one in all")
+    return tokenizer
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:

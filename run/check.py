@@ -267,6 +267,8 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
+    if unread := huggingface.unread_weights(Path(cfg.model.path)):
+        lines.append(f"note: not read, because only safetensors are: {', '.join(unread)} in {cfg.model.path}")
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
 
 
