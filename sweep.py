@@ -41,10 +41,11 @@ from inputs.files import (
     read_text,
     shown,
     usable_cores,
+    validated,
     write_atomically,
 )
 from knobs import Config, OnePath
-from lab.records import Part, planted_fault, validated
+from lab.records import Part, planted_fault
 from runlog.run_record import lock_file, of_last_start, read_lines
 
 RAY = "ray==2.60.0"  # the version that has been tried

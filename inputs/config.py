@@ -123,7 +123,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
     """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
-    parser.add_argument("config", **{"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option} | config)
+    of_config: dict[str, Any] = {"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option}
+    parser.add_argument("config", **of_config | config)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 

@@ -34,7 +34,8 @@ from runlog.run_record import checksums, of_last_start, read_lines, variant_name
 if TYPE_CHECKING:
     import pandas
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
 # Settings that differ between the seeds of a variant, and settings that do not change the result.

@@ -137,12 +137,17 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
         rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(reward, train.instruction, row) for row in rows]
         scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
-        wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
+        wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
+            first_wrong = wrong[0]
+            rule = f"for base_acc an instruction that asks for {reward_gsm8k.BOX_FORM}"
+            if reward.function:
+                rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
-                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers (for base_acc an instruction that "
-                f"asks for {reward_gsm8k.BOX_FORM}), or reward.check_gold=false"
+                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, with the score "
+                f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
+                f"{answers[first_wrong][-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                "reward.check_gold=false"
             )
 
 
