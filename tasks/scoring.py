@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import importlib
 import math
 import os
 import signal
@@ -233,15 +234,17 @@ def serve(key: str, named: str, end: str) -> None:
         connection.send(str(error))
         return
     connection.send("")
-    builtins.__import__ = announcing(connection)
+    busy = threading.Lock()
+    builtins.__import__ = announcing(builtins.__import__, connection, busy)
+    importlib.import_module = announcing(importlib.import_module, connection, busy)
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send(result_of(function, connection.recv()))
 
 
-def announcing(connection: Connection) -> Callable[..., Any]:
-    """Return an __import__ that sends IMPORTING before and after it loads a module."""
-    plain, process, busy = builtins.__import__, os.getpid(), threading.Lock()
+def announcing(plain: Callable[..., Any], connection: Connection, busy: threading.Lock) -> Callable[..., Any]:
+    """Return ``plain``, which imports a module, so that it sends IMPORTING before and after; ``busy`` during it."""
+    process = os.getpid()
 
     def announced(name: str, *arguments: Any, **named: Any) -> Any:
         # Imports within an import belong to it; those of other threads and processes are the function's own affair.

@@ -643,6 +643,27 @@ def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "is_wrong"),
+    [
+        ("chat_template.json", {"chat_template": "{{ messages }}"}, True),
+        ("chat_template.json", {"chat_template": tiny_model.CHAT_TEMPLATE + "\n"}, False),
+        ("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("chat_template.jinja", tiny_model.CHAT_TEMPLATE, False),
+    ],
+)
+def test_a_second_chat_template_is_refused_unless_it_is_the_same(
+    name: str, content: Any, is_wrong: bool, tmp_path: Path
+) -> None:
+    folder = make_model_dir(tmp_path)
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    if not is_wrong:
+        assert data_gsm8k.load_tokenizer(folder).chat_template.strip() == tiny_model.CHAT_TEMPLATE
+        return
+    with pytest.raises(InputError, match="chat_template.json|tokenizer_config.json: its chat template is not the one"):
+        data_gsm8k.load_tokenizer(folder)
+
+
 # --------------------------------------------------------------------------------- the parts before the question
 EXAMPLES = [
     Question.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"),

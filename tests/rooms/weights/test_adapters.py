@@ -74,7 +74,6 @@ FAULTS = [
         {"*": 2},
         [],
         "q_proj",
-        {"q_proj": 3},
     ),
     *wrong("alpha_pattern", {"[": 3}, {"q_proj": "x"}, {"q_proj": None}, {"q_proj": 0}, [1], 3, {"(": 1.0}),
     *wrong("use_rslora", "yes", 2, None),
@@ -100,6 +99,11 @@ FAULTS = [
     ("nan", lambda folder: set_factors(folder, lambda t: t[ROW][0].fill_(torch.nan)), "not all finite"),
     ("inf", lambda folder: set_factors(folder, lambda t: t[ROW][1].fill_(torch.inf)), "not all finite"),
     ("whole numbers", lambda folder: set_factors(folder, lambda t: t.update({ROW: t[ROW].int()})), "int32"),
+    (
+        "a pattern of another rank",
+        lambda folder: set_config(folder, rank_pattern={"q_proj": 3}),
+        "rank 2; adapter_config",
+    ),
     (
         "another rank",
         lambda folder: set_factors(
