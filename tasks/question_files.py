@@ -254,7 +254,7 @@ def _text(row: dict[str, Any], name: str) -> str:
     if UNUSABLE.search(value):
         raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
     if WRITTEN.fullmatch(value.strip()) and TURN.search(value):
-        raise InputError(f"{name}: found {shown(value)}, turns written as text; needed: the text of one turn")
+        raise InputError(f"{name}: found {shown(value)}, turns written as text; needed: a text, or turns as a list")
     return value
 
 
