@@ -92,7 +92,7 @@ MODEL = [
         "tiny_model=null", "model.path=Qwen/Qwen3"),
     row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
     row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
-    row("a template that opens no turn", "a prompt ends with '<|im_end|>\\\\n' after the question",
+    row("a template that opens no turn", "a prompt ends with '<|im_end|>\\n' after the question",
         model(lambda m: (m / "tokenizer_config.json").write_text((m / "tokenizer_config.json").read_text().replace(
             "add_generation_prompt", "no_such_flag")))),
     row("an adapter beside the weights", "adapter_config.json: holds a LoRA adapter beside the weights",
@@ -108,10 +108,10 @@ DATA = [
     row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
     row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
         questions(ending="csv")),
-    row("held-out and trained on, but for spaces", "data: 1 held-out questions of data.test_path are training questions",
+    row("held-out and trained on", "data: 1 held-out questions of data.test_path are training questions",
         questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", " What \u00a0 is") + "\n")),
-    row("turns written as text", "train.jsonl, row 1: question: found ", questions('{"question": "[{\'role\': \'user\', '
-        '\'content\': \'1?\'}]", "answer": "#### 1"}\n')),
+    row("turns written as text", "train.jsonl, row 1: question: found ",
+        questions(json.dumps({"question": str([{"role": "user", "content": "1?"}]), "answer": "#### 1"}) + "\n")),
     row("a special token in a question", "train.jsonl, row 2: user turn: found '<|im_end|>', a special token",
         questions(QUESTIONS.replace("What is 4", "What <|im_end|> is 4"))),
     row("images beside the questions", "test.jsonl, row 1: images: found ['a.png']",
@@ -289,17 +289,13 @@ def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Plac
 
 def test_questions_that_look_alike_are_named_once_and_kept(place: Place, capfd: CaptureFixture) -> None:
     """Training questions against held-out ones, and those of one file. They may differ, as 3² and 32 do."""
-    train = "".join(
-        f'{{"question": "What is {n}?", "answer": "#### 1"}}\n' for n in ("3\u00b2", "32", "5\u2075", "7", "x")
-    )
-    held_out = "".join(f'{{"question": "What is {n}?", "answer": "#### 1"}}\n' for n in ("55", "X"))
+    row = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
+    train = "".join(map(row.format, ("3\u00b2", "32", "5\u2075", "7", "x")))
+    held_out = "".join(map(row.format, ("55", "X")))
     arguments = command(place, (questions(train, held_out), "reward.check_gold=false"), run=False)
     assert exit_code(arguments) == 0
     warned = [line for line in capfd.readouterr().out.splitlines() if "are like another one" in line]
-    assert [line.partition(" questions")[0] for line in warned] == [
-        "warning: train: 1",
-        "warning: train and held out: 2",
-    ]
+    assert [line.partition(" questions")[0][9:] for line in warned] == ["train: 1", "train and held out: 2"]
     assert "'What is 3\u00b2?' and 'What is 32?'" in warned[0] and "'What is 5\u2075?' and 'What is 55?'" in warned[1]
 
 
