@@ -6,7 +6,9 @@ step) alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +25,13 @@ from tasks import arithmetic, question_files
 from tasks.question_files import Question, Turn
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "Question: {question}\nAnswer:"  # of a tokenizer without a chat template
 
+# How templates name the turn of the model, where their own form of an earlier turn does not show it.
+ASSISTANT = re.compile(r"assistant|answer|response|model|\b(ai|bot|gpt)\b|/inst\b", re.IGNORECASE)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
@@ -103,8 +108,8 @@ def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     InputError if a question of ``asked`` is among them: it would be asked after its own answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
-    known = {question_files.normalised(row.question) for row in examples}
-    if repeated := [row.question for row in asked if question_files.normalised(row.question) in known]:
+    known = {question_files.composed(row.question) for row in examples}
+    if repeated := [row.question for row in asked if question_files.composed(row.question) in known]:
         raise InputError(
             f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
             "examples that are in neither the training nor the held-out questions"
@@ -125,11 +130,15 @@ def load(
     """
     rows, source, form = read(data, split)
     examples = few_shot(data, rows)
+    _refuse_control_tokens([*examples, *rows], tokenizer, data)
     questions = []
     for row in rows:
         prompt = prompt_ids(row.turns, tokenizer=tokenizer, data=data, examples=examples)
         questions.append(row._replace(prompt=prompt))
         beat()
+    for roles in {tuple(role for role, _ in row.turns) for row in rows}:
+        turns = _all_turns([(role, f"text {index}.") for index, role in enumerate(roles)], data, examples)
+        refuse_closed(turns, tokenizer, data)
     limit = data.max_prompt_tokens
     kept = [question for question in questions if len(question.prompt) <= limit]
     dropped = len(questions) - len(kept)
@@ -164,9 +173,16 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    templates = {"tokenizer_config.json": settings.get("chat_template")}
+    if "chat_template.json" in files:  # of old processors
+        templates["chat_template.json"] = read_object(folder / "chat_template.json").get("chat_template")
+    for name, template in templates.items():
+        if isinstance(template, str) and template.strip() != str(tokenizer.chat_template).strip():
+            raise InputError(f"{folder / name}: its chat template is not the one that is read; needed: one in all")
+    return tokenizer
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -198,14 +214,7 @@ def prompt_ids(
     Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. It is
     tokenized without further special tokens, so the model gets what the template shows and no additional BOS.
     """
-    turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
-    if len(turns) > 1:
-        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; needed: one of the two")
-    for talk, answer in (*((row.turns, row.answer) for row in examples), (asked, "")):
-        talk = [turn for turn in talk if turn[0] != "system"]
-        turns += [*talk[:-1], ("user", f"{talk[-1][1]} {data.instruction}" if data.instruction else talk[-1][1])]
-        if answer:
-            turns.append(("assistant", answer))
+    turns = _all_turns(asked, data, examples)
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
     words = question_files.words(text)
     for role, content in turns:
@@ -217,8 +226,86 @@ def prompt_ids(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> str:
-    """The text of the turns in the tokenizer's chat template, up to where the assistant's answer begins."""
+def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Question]) -> list[Turn]:
+    """Return the turns of a prompt, with data.instruction after each question."""
+    turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
+    if len(turns) > 1:
+        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; needed: one of the two")
+    for talk, answer in (*((row.turns, row.answer) for row in examples), (asked, "")):
+        talk = [turn for turn in talk if turn[0] != "system"]
+        turns += [*talk[:-1], ("user", f"{talk[-1][1]} {data.instruction}" if data.instruction else talk[-1][1])]
+        if answer:
+            turns.append(("assistant", answer))
+    return turns
+
+
+def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of ``text`` as plain text: what looks like a special token is spelled out."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def control_token(text: str, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, AddedToken]) -> str:
+    """Return the first special token in ``text`` that would not be read as plain text; "" if there is none.
+
+    ``special``: special_tokens(tokenizer). Added tokens that are not special, such as <think>, may be in a text.
+    """
+    if not any(token.normalized or token.content in text for token in special.values()):
+        return ""
+    ids, plain = list(tokenizer(text, add_special_tokens=False)["input_ids"]), plain_ids(text, tokenizer)
+    # A letter that the tokenizer lacks becomes its unknown token in both.
+    return next((special[one].content for one in ids if one in special and ids.count(one) > plain.count(one)), "")
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
+    """Return the tokens that the tokenizer flags as special, by id."""
+    return {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Raise InputError for a special token in the text of a row or of the section data: it would end or open a turn."""
+    special = special_tokens(tokenizer)
+    texts = [("data.system", data.system), ("data.instruction", data.instruction)]
+    texts += [(f"data.chat_template_kwargs.{name}", str(value)) for name, value in data.chat_template_kwargs.items()]
+    for row in rows:
+        texts += [(f"{row.where}: {role} turn", text) for role, text in row.turns]
+        texts.append((f"{row.where}: answer", row.answer))
+    for where, text in texts:
+        if token := control_token(text, tokenizer, special):
+            raise InputError(f"{where}: found {token!r}, a special token of the tokenizer; needed: a text without it")
+
+
+def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Raise InputError unless the prompt of ``turns``, whose last text is unique, ends in the assistant's turn.
+
+    How the template writes an earlier turn of the assistant shows how such a turn begins. Some templates always begin
+    it, whether a prompt is asked for or not.
+    """
+    if not tokenizer.chat_template:
+        return
+    asked, answer, after = turns[-1][1], "An answer.", "Another question."
+    prompt, plain = (_chat_text(turns, tokenizer, data, opens=opens) for opens in (True, False))
+    end = prompt.rpartition(asked)[2]
+    talk = ""
+    with contextlib.suppress(InputError):  # a template of one question alone
+        talk = _chat_text([*turns, ("assistant", answer), ("user", after)], tokenizer, data, opens=False)
+    begin, is_shown, rest = talk.rpartition(asked)[2].partition(answer)
+    shared = len(os.path.commonprefix([end, begin]))
+    of_any_turn = len(os.path.commonprefix([begin, rest.partition(after)[0]]).rstrip())
+    if not is_shown:
+        opened = bool(ASSISTANT.search(end))
+    elif prompt == plain:
+        opened = bool(begin.strip()) and shared >= len(begin.rstrip())
+    else:  # the model itself may write the end of ``begin``, such as an empty thought
+        opened = shared > of_any_turn
+    if not opened or (is_shown and (tokenizer.eos_token or asked) in end[shared:]):
+        raise InputError(
+            f"{tokenizer.name_or_path}: with its chat template a prompt ends with {end[-60:]!r} after the question, "
+            f"which does not begin the assistant's turn; needed: a template that does, with add_generation_prompt"
+        )
+
+
+def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, opens: bool = True) -> str:
+    """Return the turns in the tokenizer's chat template, which ``opens`` the assistant's turn after them."""
     template = str(tokenizer.chat_template)
     for name, value in data.chat_template_kwargs.items():
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -233,7 +320,7 @@ def _chat_text(turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase,
     messages = [{"role": role, "content": content} for role, content in turns]
     variables = {"strftime_now": _refuse_clock} | data.chat_template_kwargs
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **variables)
     except Exception as error:  # a template is a program of the model's author, which may raise any exception
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
@@ -256,7 +343,7 @@ def _is_switch(name: str, template: str) -> bool:
     return len(re.findall(asked.format(re.escape(name)), template)) == len(uses)
 
 
-def _plain_text(turns: list[tuple[str, str]], data: DataConfig) -> str:
+def _plain_text(turns: Sequence[Turn], data: DataConfig) -> str:
     """The turns in PROMPT, with an empty line after the system text and each worked answer."""
     if data.chat_template_kwargs:
         raise InputError(

@@ -33,7 +33,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from hardware import quantisation as quantised
 from inputs import hf_config
-from inputs.config import changed_keys, command, load_recorded, to_dict
+from inputs.config import changed_keys, command, load_recorded, path_option, text_option, to_dict
 from inputs.files import first_names, read_bytes, read_object, refuse_used, whole_folder
 from knobs import Config, ModelConfig
 from runlog.run_record import changed_inputs, input_files, of_last_start, refuse_changed_inputs
@@ -237,7 +237,7 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     if settings.is_file():
         if under_torchrun:
             raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes")
-        named = str(read_object(settings).get("base_model_name_or_path"))
+        named = peft_adapters.read_settings(source).base_model_name_or_path or "not named"
         base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
             raise InputError(
@@ -309,15 +309,21 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder; for --probes also a PEFT adapter")
+    parser.add_argument("run", metavar="RUN", type=path_option, help="run folder; for --probes also a PEFT adapter")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--merged", metavar="DIR", type=Path, help="Hugging Face model, LoRA merged into the weights")
-    kind.add_argument("--adapter", metavar="DIR", type=Path, help="PEFT adapter for the base model")
-    kind.add_argument("--probes", metavar="DIR", type=Path, help="adapters and log-probs for preflight.py --adapter")
+    kind.add_argument(
+        "--merged", metavar="DIR", type=path_option, help="Hugging Face model, LoRA merged into the weights"
+    )
+    kind.add_argument("--adapter", metavar="DIR", type=path_option, help="PEFT adapter for the base model")
+    kind.add_argument(
+        "--probes", metavar="DIR", type=path_option, help="adapters and log-probs for preflight.py --adapter"
+    )
     parser.add_argument(
         "--form", choices=READ_BY, default="stack", help="of --adapter: for transformers 5, or leaf for 4"
     )
-    parser.add_argument("--base", metavar="MODEL", help="of --probes with a PEFT adapter; default: the model it names")
+    parser.add_argument(
+        "--base", metavar="MODEL", type=text_option, help="of --probes with a PEFT adapter; default: the model it names"
+    )
     parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument(
         "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"

@@ -4,10 +4,11 @@ inputs/config.py reads a YAML file into these classes. P prompts a step, G compl
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from facts.architectures import FamilyName
 from facts.checks import LOGP_GAP_FP32
@@ -19,6 +20,31 @@ def knob(default: Any, description: str, **bounds: Any) -> Any:
     return Field(default, description=description, **bounds)
 
 
+class UserPath(str):
+    """A path with the home folder in place of ~."""
+
+    written: str  # as the user wrote it, which is what a run records
+
+
+def user_path(text: str) -> str:
+    """Return a path as a shell user writes it, with the home folder in place of ~; ValueError for what a shell expands.
+
+    A path with $ may be meant if it exists. Of FILE.py:NAME the file counts.
+    """
+    path = UserPath(os.path.expanduser(text))
+    path.written = text
+    if (path.startswith("~") or "$" in path) and not (os.path.exists(path) or os.path.exists(path.rpartition(":")[0])):
+        raise ValueError("a path without variables, which are not expanded here, as ~ is for a user of this machine")
+    return path
+
+
+def _written(paths: str | tuple[str, ...]) -> str | list[str]:
+    """Return what the user wrote: a record must not hold the name of a home folder."""
+    if isinstance(paths, tuple):
+        return [getattr(path, "written", path) for path in paths]
+    return getattr(paths, "written", paths)
+
+
 def _paths(value: Any) -> str | tuple[str, ...]:
     """A text as it is, a list of texts as a tuple; ValueError with what is needed for all other values."""
     if isinstance(value, str):
@@ -28,7 +54,13 @@ def _paths(value: Any) -> str | tuple[str, ...]:
     raise ValueError("a path or a list of paths")
 
 
-Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]
+def _user_paths(paths: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    return tuple(map(user_path, paths)) if isinstance(paths, tuple) else user_path(paths)
+
+
+AsWritten = PlainSerializer(_written)
+OnePath = Annotated[str, AfterValidator(user_path), AsWritten]
+Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths), AfterValidator(_user_paths), AsWritten]
 
 
 def listed(paths: Paths | Path) -> tuple[str, ...]:
@@ -43,7 +75,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    path: str = knob(..., "folder of a Hugging Face model: config.json, safetensors files, tokenizer", min_length=1)
+    path: OnePath = knob(..., "folder of a Hugging Face model: config.json, safetensors files, tokenizer", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "type of weights and activations; LoRA factors are always fp32")
     recompute: bool = knob(False, "recompute activations in the backward pass: less memory, one more forward pass")
     quantisation: Literal["none", "int4"] = knob(
@@ -96,7 +128,7 @@ class DataConfig(Section):
         {}, "variables of the chat template, e.g. {enable_thinking: false} for a hybrid model such as Qwen3-30B-A3B"
     )
     system: str = knob("", "text of the system turn; if empty there is none, unless the template adds its own")
-    few_shot_path: str = knob("", "file of worked examples like train_path's, shown before every question as turns")
+    few_shot_path: OnePath = knob("", "file of worked examples like train_path's, shown before every question as turns")
     instruction: str = knob("", "text appended to every question; YAML needs quotes if it contains a '#'")
     num_train: int = knob(
         0, "training questions: generated (0: 4,096), or of a file, evenly spaced in it (0: all)", ge=0, le=10**6
@@ -149,7 +181,7 @@ RewardMethod = Literal[
     "strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc", "math"
 ]
 FUNCTION = r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$"  # FILE.py:NAME, inputs/functions.py
-Function = Annotated[str, Field(pattern=FUNCTION)]
+Function = Annotated[str, Field(pattern=FUNCTION), AfterValidator(user_path), AsWritten]
 
 
 class OverlongConfig(Section):
@@ -310,10 +342,10 @@ class ChecksConfig(Section):
 class TrainConfig(Section):
     steps: int = knob(..., "a step is one rollout and its updates", ge=1, le=10**9)
     seed: int = knob(0, "seed of the order of questions, of sampling and of LoRA's initial values", ge=0, lt=2**32)
-    out_dir: str = knob("out", "folder of the run folders, which are called <name>-<time>", min_length=1)
+    out_dir: OnePath = knob("out", "folder of the run folders, which are called <name>-<time>", min_length=1)
     checkpoint_every: int = knob(20, "steps between checkpoints; 0 saves the last step only", ge=0, le=10**9)
     keep_last: int = knob(2, "number of checkpoints that are kept", ge=1, le=10**6)
-    resume: str = knob(
+    resume: OnePath = knob(
         "auto", "auto: the newest unfinished run of this name, which must fit; never; or a run folder", min_length=1
     )
     changed_inputs: Literal["refuse", "accept"] = knob(

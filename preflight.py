@@ -32,7 +32,7 @@ from facts.devices import HARDWARE, three_digits
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs import hf_config
-from inputs.config import command, command_line, resolve_config, to_yaml
+from inputs.config import command, command_line, path_option, resolve_config, to_yaml
 from inputs.files import MOST_RANKS, shown
 from inputs.rules import divisors, nearest
 from knobs import ModelConfig, RolloutConfig
@@ -309,7 +309,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
     parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
-    parser.add_argument("--calibrate", type=Path, metavar="TIMING", help="the timing.jsonl of a run")
+    parser.add_argument("--calibrate", type=path_option, metavar="TIMING", help="the timing.jsonl of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
     parser.add_argument("--values", action="store_true", help="only print every value that a run would read")
     parser.add_argument("--where", action="store_true", help="only print what first_hour.sh must know of the run")

@@ -27,8 +27,8 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.root import ROOT
-from inputs.config import changed_keys, command
-from inputs.files import first_names
+from inputs.config import changed_keys, command, path_option, text_option
+from inputs.files import first_names, shown
 from lab import comparisons, pages, records
 from lab.records import Record
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import pandas
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+COMMIT = "[0-9a-f]{7,64}"
 RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it wrote the records anew; from here on they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 
@@ -48,11 +49,16 @@ def quoted(text: str) -> str:
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
+@records.of_others
 def rerun_commands(record: Record, results: Path) -> str:
-    """Shell commands that repeat the run in a new folder beside this checkout, from the same weights if they were kept.
+    """Return shell commands that repeat the run in a new folder next to this checkout, from its weights if kept.
 
-    Another person may have written the record, so its texts are quoted. InputError if its command cannot be split.
+    Another person may have written the record, so its texts are quoted. InputError unless its commit is a hash, its id
+    a name, and its command one that can be split into words.
     """
+    for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
+        if not re.fullmatch(form, found):
+            raise InputError(f"record {shown(record.id)}: {what}: found {shown(found)}; needed: text like {form}")
     try:
         words = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
@@ -66,7 +72,7 @@ def rerun_commands(record: Record, results: Path) -> str:
         other = "# the model was not kept: its warm start is repeated, and another processor makes other weights"
         lines.append(f"{write} {quoted(f'{folder}/{model}')}" if kept else other)
     elif not from_package:
-        lines.append(f"# put the model into {model!r}, and the data where its config says")
+        lines.append(f"# put the model into {ascii(model)}, and the data where its config says")
     lines.append(f"cd {folder}")
     machine = record.environment
     if record.config["device"] == "cpu":
@@ -81,7 +87,7 @@ def rerun_commands(record: Record, results: Path) -> str:
             lines.append(f".venv/bin/python weights/smol_model.py {quoted(model)}")
     else:
         lines.append(f"# install the packages of {record.id}'s record (environment)")
-    variables = {key: value for key, value in machine["variables"].items() if re.fullmatch(r"OMP_\w+", key)}
+    variables = {key: value for key, value in machine["variables"].items() if re.fullmatch(r"OMP_[A-Z_]+", key)}
     threads = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
     lines += [
         f'PATH="$PWD/.venv/bin:$PATH"{threads} {words}',
@@ -135,6 +141,7 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 # --------------------------------------------------------------------------------------------------------- comparisons
 
 
+@records.of_others
 def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record]]:
     """What ``name`` names: a record, a variant, the folder of a run, or that of a sweep.
 
@@ -157,6 +164,7 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
     return steps[steps["id"].isin(ids)].assign(variant=name), {name: chosen[0]}
 
 
+@records.of_others
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
     """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
 
@@ -234,11 +242,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
     parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the records")
-    parser.add_argument("--page", type=Path, default=ROOT / "RESULTS.md")
+    parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
+    parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
-    adding.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
+    adding.add_argument("runs", nargs="+", type=path_option, metavar="out/RUN")
     adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
     adding.set_defaults(
         act=lambda args: print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
@@ -253,16 +261,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     repeating.set_defaults(act=lambda args: rerun(args.results, records.load_record(args.results, args.id), args.run))
     restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
     restoring.add_argument("id")
-    restoring.add_argument("folder", type=Path)
+    restoring.add_argument("folder", type=path_option)
     restoring.set_defaults(
         act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
     )
     showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
-    showing.add_argument("run", type=Path, metavar="out/RUN")
+    showing.add_argument("run", type=path_option, metavar="out/RUN")
     showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
     showing.set_defaults(act=lambda args: print(records.show(args.run, args.step)))
     comparing = verbs.add_parser("compare", help="compare runs or variants")
-    comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
+    comparing.add_argument(
+        "names", nargs="+", type=text_option, metavar="NAME", help="record, variant, run folder, or folder of a sweep"
+    )
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
     comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)

@@ -2,7 +2,7 @@
 
     python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     on Ray: a local one, or --address of a cluster
     python sweep.py configs/sweeps/stale.yaml --local                     without Ray, as many jobs at once as have CPUs
-    python sweep.py configs/sweeps/stale.yaml --list                      print steps, hours and disk; start nothing
+    python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each; start nothing
 
 After a crash or Ctrl-C, start the same command again: finished runs are not repeated, and an interrupted run resumes
 from its checkpoint. out/sweep-NAME/ holds the output of each job, and in sweep.json which runs belong to the sweep. All
@@ -32,7 +32,7 @@ from checks.planted_fault import named_faults
 from facts.exits import InputError, Tripped
 from facts.root import ROOT
 from facts.variables import ON_CPU
-from inputs.config import changed_keys, command, load_config, to_dict
+from inputs.config import changed_keys, command, load_config, path_option, to_dict
 from inputs.files import (
     MOST_RANKS,
     one_line,
@@ -41,10 +41,11 @@ from inputs.files import (
     read_text,
     shown,
     usable_cores,
+    validated,
     write_atomically,
 )
-from knobs import Config
-from lab.records import Part, planted_fault, validated
+from knobs import Config, OnePath
+from lab.records import Part, planted_fault
 from runlog.progress import ending_signals
 from runlog.run_record import lock_file, of_last_start, read_lines
 
@@ -60,7 +61,7 @@ class Variant(Part):
 class Sweep(Part):
     """A file of configs/sweeps/."""
 
-    config: str = Field(description="the configuration of all jobs, before overrides")
+    config: OnePath = Field(description="the configuration of all jobs, before overrides")
     processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks of a job")
     seeds: list[int] = Field(min_length=1, max_length=1000)
     each_seed: list[str] = Field(["train.seed={seed}"], description="{seed} is replaced")
@@ -304,7 +305,7 @@ def interrupt(number: int, frame: object) -> NoReturn:
 def main(arguments: list[str]) -> int:
     """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 128 + a signal"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="a file of configs/sweeps/")
+    parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(

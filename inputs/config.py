@@ -20,7 +20,7 @@ from facts.checks import CHECKS
 from facts.exits import InputError, Tripped
 from inputs.files import dump_yaml, of_the_user, one_line, parse_override, print_every_letter, read_file, report, shown
 from inputs.rules import idle_keys, problems
-from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig
+from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Section, TinyModelConfig, user_path
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -55,7 +55,7 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
     found = unknown_checks(cfg.checks) + problems(cfg, layout=layout)
     if found:
         raise InputError("; ".join(found))
-    if cfg.model.path != file_tree["model"]["path"]:
+    if cfg.model.path != of_file.model.path:
         _refuse_mistyped_model(cfg.model.path, cfg.tiny_model, given)
     return cfg, notes
 
@@ -123,9 +123,23 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
     """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
-    parser.add_argument("config", **{"help": "YAML file, e.g. configs/qwen3.yaml"} | config)
+    of_config: dict[str, Any] = {"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option}
+    parser.add_argument("config", **of_config | config)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
+
+
+def text_option(text: str) -> str:
+    """Return user_path of an option; argparse prints the reason if it is refused."""
+    try:
+        return user_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: {error}") from None
+
+
+def path_option(text: str) -> Path:
+    """Return text_option as a path."""
+    return Path(text_option(text))
 
 
 def flatten(tree: dict) -> dict[str, Any]:
@@ -190,21 +204,26 @@ def _typed(tree: dict, where: str) -> Config:
     except ValidationError as error:
         found = error.errors(include_url=False)
         with_bad_members = {one["loc"][:-1] for one in found}
-        # A key that takes a choice or a function has two faults, the second one of which is that of the function; a
-        # list whose members are all wrong is also too short.
+        paths = {one["loc"][:-1] for one in found if _of_function(one) and one["type"] == "value_error"}
+        # A key that takes a choice or a function has two faults. The second one, that of the function, counts if its
+        # path is wrong. A list whose members are all wrong is also too short.
         faults = [
             where + _sentence(one)
             for one in found
-            if one["loc"][-1] != "constrained-str"
+            if _of_function(one) == (one["loc"][:-1] in paths)
             and not (one["type"] == "too_short" and one["loc"] in with_bad_members)
         ]
     raise InputError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
 
 
+def _of_function(fault: Any) -> bool:
+    return "constrained-str" in str(fault["loc"][-1])
+
+
 def _sentence(fault: Any) -> str:
     """One error of pydantic in the words of this project: the key, what was found, what is needed."""
     or_function = ", or FILE.py:NAME" * str(fault["loc"][-1]).startswith("literal[")
-    section, *rest = where = fault["loc"][:-1] if or_function else fault["loc"]
+    section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REMOVED:
         planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)

@@ -15,15 +15,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from facts.exits import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Content = TypeVar("Content", bound=BaseModel)
 MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so many
 LONGEST_MESSAGE = 1000  # characters
 # How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
@@ -129,11 +131,26 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
 
 
+def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dictionary; ValueError for a key that is there twice, of which one value would be lost."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{shown(key)} is there twice")
+        found[key] = value
+    return found
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text; ValueError if it is not valid, or if an object has two equal keys."""
+    return json.loads(text, object_pairs_hook=without_twins)
+
+
 def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     """The object in a JSON file; InputError unless it is one that has all ``keys``."""
     text = read_text(path)
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -141,6 +158,16 @@ def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     if missing := [key for key in keys if key not in content]:
         raise InputError(f"{path}: expected an object with {', '.join(keys)}; {missing[0]} is missing")
     return content
+
+
+def validated(model: type[Content], content: Any, where: Path) -> Content:
+    """Return ``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "all of it"
+        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:

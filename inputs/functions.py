@@ -183,8 +183,13 @@ def _require(alike: bool, key: str, named: str) -> None:
         )
 
 
+def _shape(result: Any) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the name of another type."""
+    return tuple(result.shape) if hasattr(result, "shape") else type(result).__name__
+
+
 def _check_advantages(rewards: Tensor, result: Any) -> str:
-    found = tuple(getattr(result, "shape", ())) or type(result).__name__
+    found = _shape(result)
     if found != tuple(rewards.shape):
         return f"{found}; needed: a tensor of shape {tuple(rewards.shape)}"
     return "" if result.isfinite().all() else "NaN or infinity; needed: finite numbers"
@@ -193,8 +198,8 @@ def _check_advantages(rewards: Tensor, result: Any) -> str:
 def _check_losses(inputs: Any, result: Any) -> str:
     shape = tuple(inputs.logp.shape)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        return f"{type(result).__name__}; needed: the losses {shape}, and a dictionary of what is measured {shape}"
+        return f"{_shape(result)}; needed: the losses {shape}, and a dictionary of what is measured {shape}"
     for name, found in {"the losses": result[0], **result[1]}.items():
-        if tuple(getattr(found, "shape", ())) != shape:
-            return f"for {name} {tuple(getattr(found, 'shape', ())) or type(found).__name__}; needed: shape {shape}"
+        if _shape(found) != shape:
+            return f"for {name} {_shape(found)}; needed: shape {shape}"
     return ""

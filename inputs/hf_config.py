@@ -7,9 +7,9 @@ Every option that would change the computation is read or refused here; none is 
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from facts.architectures import FAMILIES, Architecture
+from facts.architectures import FAMILIES, Architecture, Family
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs.files import read_object, shown
@@ -39,104 +39,142 @@ def _config_json(model_dir: str | Path) -> tuple[dict, str]:
     return read_object(path), str(path)
 
 
-def parse(raw: dict, where: str = "config.json") -> Architecture:
-    """The architecture in a decoded config.json; error messages begin with ``where``."""
+class Raw(NamedTuple):
+    """A decoded config.json, whose values are read and refused by key."""
 
-    def refuse_if(wrong: bool, message: str) -> None:
+    values: dict
+    where: str  # error messages begin with it
+
+    def refuse_if(self, wrong: bool, message: str) -> None:
         if wrong:
-            raise InputError(f"{where}: {message}")
+            raise InputError(f"{self.where}: {message}")
 
-    def refuse_unless(key: str, found: object, supported: object) -> None:
-        refuse_if(found != supported, f"{key} = {shown(found)} is not supported; only {shown(supported)} is")
+    def refuse_unless(self, key: str, found: object, supported: object) -> None:
+        self.refuse_if(found != supported, f"{key} = {shown(found)} is not supported; only {shown(supported)} is")
 
-    def need(key: str, kind: type = int, default: Any = None):
-        """The value of ``key``, which must be positive if it is a number; ``default`` where it is absent or null."""
-        value: Any = default if raw.get(key) is None else raw[key]
-        refuse_if(value is None, f"{key} is missing")
+    def need(self, key: str, kind: type = int, default: Any = None) -> Any:
+        """Return the value of ``key``, positive if it is a number, or ``default`` where it is absent or null."""
+        value: Any = default if self.values.get(key) is None else self.values[key]
+        self.refuse_if(value is None, f"{key} is missing")
         number = kind in (int, float)
-        refuse_if(
+        self.refuse_if(
             (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind,
             f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}",
         )
         most = MOST.get(key, MOST_SIZE)
-        refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
+        self.refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
         return value
 
-    model_type = raw.get("model_type")
-    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
-    refuse_if(
-        model_type not in supported,
-        f"model_type {shown(model_type)} is not supported; supported: {', '.join(supported)}",
-    )
-    family = FAMILIES[model_type]
-    refuse_unless("architectures", raw.get("architectures") or [family.class_name], [family.class_name])
-    for key, only in SUPPORTED.items():
-        refuse_unless(key, raw.get(key, only), only)
-    refuse_if(
-        raw.get("quantization_config") is not None,
-        f"quantization_config: found {shown(raw.get('quantization_config'))}, a quantised checkpoint; needed: one in "
-        "bf16, fp16 or fp32 (model.quantisation int4 quantises its experts on loading)",
-    )
-    if not family.qkv_bias:
-        refuse_unless("attention_bias", raw.get("attention_bias", False), False)
-    for layer_type in need("layer_types", list, []):
-        refuse_unless("layer_types", layer_type, "full_attention")
 
-    # transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
-    rope = need("rope_parameters", dict, {}) | need("rope_scaling", dict, {})
-    for key in ("rope_type", "type"):
-        refuse_unless("rope scaling", rope.pop(key, "default"), "default")
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    number = isinstance(theta, int | float) and not isinstance(theta, bool)
-    refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: expected a positive number, found {shown(theta)}")
-    rotary = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    refuse_unless("partial_rotary_factor", rotary, 1.0)
-    refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} not supported")
-
-    # transformers 5 writes num_local_experts instead of Qwen3MoE's num_experts.
-    num_layers = need("num_hidden_layers")
-    num_experts = need("num_local_experts" if "num_local_experts" in raw else "num_experts")
-    other = raw.get("num_experts", num_experts)
-    refuse_if(other != num_experts, f"num_local_experts {num_experts} and num_experts {shown(other)} differ")
-    refuse_if(
-        num_layers * num_experts > MOST_MATRICES,
-        f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}",
+def parse(values: dict, where: str = "config.json") -> Architecture:
+    """Return the architecture in a decoded config.json; error messages begin with ``where``."""
+    raw = Raw(values, where)
+    family = _family(raw)
+    _refuse_unsupported(raw, family)
+    theta = _rope_theta(raw)
+    num_layers = raw.need("num_hidden_layers")
+    num_experts = _num_experts(raw, num_layers)
+    hidden, heads, kv_heads = (raw.need(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    raw.refuse_if(
+        heads % kv_heads > 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     )
-    hidden, heads, kv_heads = need("hidden_size"), need("num_attention_heads"), need("num_key_value_heads")
-    refuse_if(heads % kv_heads > 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = need("head_dim", int, hidden // heads)
-    refuse_if(head_dim % 2 > 0, f"head_dim: found {head_dim}; needed: an even number, for RoPE")
-    top_k, normalised = need("num_experts_per_tok"), need("norm_topk_prob", bool, False)
-    refuse_if(top_k > num_experts, f"num_experts_per_tok {top_k} exceeds num_experts {num_experts}")
+    head_dim = raw.need("head_dim", int, hidden // heads)
+    raw.refuse_if(head_dim % 2 > 0, f"head_dim: found {head_dim}; needed: an even number, for RoPE")
+    top_k, normalised = raw.need("num_experts_per_tok"), raw.need("norm_topk_prob", bool, False)
+    raw.refuse_if(top_k > num_experts, f"num_experts_per_tok {top_k} exceeds num_experts {num_experts}")
     # The softmax over one chosen expert is always 1: the router could not learn, and Megatron refuses it.
-    refuse_if(top_k == 1 and normalised, "norm_topk_prob = true with num_experts_per_tok 1 is not supported")
-    sparse_step, dense = need("decoder_sparse_step", int, 1), need("mlp_only_layers", list, [])
-    for layer in dense:
-        refuse_if(
-            layer not in range(num_layers),
-            f"mlp_only_layers: found {shown(layer)}; needed: layers from 0 to {num_layers - 1}",
-        )
+    raw.refuse_if(top_k == 1 and normalised, "norm_topk_prob = true with num_experts_per_tok 1 is not supported")
     return Architecture(
-        model_type=model_type,
-        vocab_size=need("vocab_size"),
+        model_type=values["model_type"],
+        vocab_size=raw.need("vocab_size"),
         hidden_size=hidden,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        dense_ffn_size=need("intermediate_size"),
-        expert_ffn_size=need(family.expert_width),
-        shared_expert_ffn_size=need("shared_expert_intermediate_size") if family.shared_expert else 0,
+        dense_ffn_size=raw.need("intermediate_size"),
+        expert_ffn_size=raw.need(family.expert_width),
+        shared_expert_ffn_size=raw.need("shared_expert_intermediate_size") if family.shared_expert else 0,
         num_experts=num_experts,
         experts_per_token=top_k,
         norm_topk_prob=normalised,
-        moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers)),
-        qkv_bias=family.qkv_bias and need("qkv_bias", bool, True),
-        tied_head=need("tie_word_embeddings", bool, False),
-        rope_theta=float(theta),
-        rms_norm_eps=need("rms_norm_eps", float),
-        max_positions=need("max_position_embeddings"),
+        moe_layers=_moe_layers(raw, num_layers),
+        qkv_bias=family.qkv_bias and raw.need("qkv_bias", bool, True),
+        tied_head=raw.need("tie_word_embeddings", bool, False),
+        rope_theta=theta,
+        rms_norm_eps=raw.need("rms_norm_eps", float),
+        max_positions=raw.need("max_position_embeddings"),
     )
+
+
+def _family(raw: Raw) -> Family:
+    """Return the family of model_type; InputError for another one."""
+    model_type = raw.values.get("model_type")
+    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
+    raw.refuse_if(
+        model_type not in supported,
+        f"model_type {shown(model_type)} is not supported; supported: {', '.join(supported)}",
+    )
+    return FAMILIES[model_type]
+
+
+def _refuse_unsupported(raw: Raw, family: Family) -> None:
+    """Raise InputError for an option that would change the computation."""
+    raw.refuse_unless("architectures", raw.values.get("architectures") or [family.class_name], [family.class_name])
+    for key, only in SUPPORTED.items():
+        raw.refuse_unless(key, raw.values.get(key, only), only)
+    quantised = raw.values.get("quantization_config")
+    raw.refuse_if(
+        quantised is not None,
+        f"quantization_config: found {shown(quantised)}, a quantised checkpoint; needed: one in bf16, fp16 or fp32 "
+        "(model.quantisation int4 quantises its experts on loading)",
+    )
+    if not family.qkv_bias:
+        raw.refuse_unless("attention_bias", raw.values.get("attention_bias", False), False)
+    for layer_type in raw.need("layer_types", list, []):
+        raw.refuse_unless("layer_types", layer_type, "full_attention")
+
+
+def _rope_theta(raw: Raw) -> float:
+    """Return the base of RoPE; InputError for scaling, and for two bases.
+
+    transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
+    """
+    rope = raw.need("rope_parameters", dict, {}) | raw.need("rope_scaling", dict, {})
+    for key in ("rope_type", "type"):
+        raw.refuse_unless("rope scaling", rope.pop(key, "default"), "default")
+    outside = raw.values.get("rope_theta", rope.get("rope_theta", 10000.0))
+    theta = rope.pop("rope_theta", outside)
+    number = isinstance(theta, int | float) and not isinstance(theta, bool)
+    raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: expected a positive number, found {shown(theta)}")
+    raw.refuse_if(theta != outside, f"rope_theta: found {shown(outside)}, and {shown(theta)} in rope_parameters")
+    rotary = rope.pop("partial_rotary_factor", raw.values.get("partial_rotary_factor", 1.0))
+    raw.refuse_unless("partial_rotary_factor", rotary, 1.0)
+    raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} not supported")
+    return float(theta)
+
+
+def _num_experts(raw: Raw, num_layers: int) -> int:
+    """Return the number of routed experts, which transformers 5 writes as num_local_experts for Qwen3MoE."""
+    num_experts = raw.need("num_local_experts" if "num_local_experts" in raw.values else "num_experts")
+    other = raw.values.get("num_experts", num_experts)
+    raw.refuse_if(other != num_experts, f"num_local_experts {num_experts} and num_experts {shown(other)} differ")
+    raw.refuse_if(
+        num_layers * num_experts > MOST_MATRICES,
+        f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}",
+    )
+    return num_experts
+
+
+def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts."""
+    sparse_step, dense = raw.need("decoder_sparse_step", int, 1), raw.need("mlp_only_layers", list, [])
+    for layer in dense:
+        raw.refuse_if(
+            layer not in range(num_layers),
+            f"mlp_only_layers: found {shown(layer)}; needed: layers from 0 to {num_layers - 1}",
+        )
+    return tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers))
 
 
 def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:

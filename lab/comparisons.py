@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from facts.exits import InputError
-from inputs.files import read_file
-from lab.records import Part, validated
+from inputs.files import read_file, validated
+from lab.records import Part
 
 if TYPE_CHECKING:
     import pandas

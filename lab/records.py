@@ -5,19 +5,22 @@ row also says how it was made, in the columns record/*; lists and mappings are J
 away shows in git (report.py --check). This needs no torch.
 """
 
+import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from facts.exits import InputError
 from inputs.config import MAY_CHANGE, changed_keys
 from inputs.files import (
     first_names,
+    one_line,
     printable,
     read_file,
     read_object,
@@ -31,6 +34,8 @@ from runlog.run_record import checksums, of_last_start, read_lines, variant_name
 if TYPE_CHECKING:
     import pandas
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
 # Settings that differ between the seeds of a variant, and settings that do not change the result.
@@ -40,23 +45,33 @@ STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, all but timing/
 WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
 
 
-Content = TypeVar("Content", bound=BaseModel)
-
-
 class Part(BaseModel):
     """A part of a file that people write. Missing fields, unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def validated(model: type[Content], content: Any, where: Path) -> Content:
-    """``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, fault["loc"])) or "all of it"
-        raise InputError(f"{where}: {place}: {fault['msg']}, found {shown(fault['input'])}") from None
+def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Make ``function``, which reads files that others may have written, refuse damaged ones in one line.
+
+    A value that is missing or has another type is an InputError that names the arguments and the place in this code.
+    """
+
+    @functools.wraps(function)
+    def guarded(*arguments: Given.args, **named: Given.kwargs) -> Result:
+        try:
+            return function(*arguments, **named)
+        except InputError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            *_, place = traceback.extract_tb(error.__traceback__)
+            given = ", ".join(str(one) for one in arguments if isinstance(one, str | Path | list))
+            raise InputError(
+                f"{given}: damaged, or not what this program writes ({type(error).__name__} in {place.name}: "
+                f"{one_line(error)}); needed: the files of a run or record as they were written"
+            ) from error
+
+    return guarded
 
 
 def planted_fault(command: str) -> str:
@@ -101,6 +116,7 @@ class Run(NamedTuple):
 # ------------------------------------------------------------------------------------------------- the folder of a run
 
 
+@of_others
 def read_run(folder: Path, to_keep: bool = True) -> Run:
     """The finished run in ``folder``. InputError if it has not ended or was altered afterwards.
 
@@ -152,6 +168,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
+@of_others
 def show(run: Path, step: int | None = None) -> str:
     """The completions of ``step`` as text, by default of the last step that has any. InputError if there are none.
 
@@ -181,6 +198,7 @@ def files(results: Path) -> list[Path]:
     return [path for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
 
 
+@of_others
 def load(results: Path) -> "pandas.DataFrame":
     """All rows of all records, with the columns `file`, `variant` and `seed`."""
     import pandas
@@ -243,6 +261,7 @@ def _value(stored: Any) -> Any:
     return int(stored)
 
 
+@of_others
 def load_record(results: Path, name: str) -> Record:
     """One record; InputError when it is missing."""
     records = records_of(load(results))
@@ -276,6 +295,7 @@ def differing(first: Record, second: Record) -> list[str]:
     return lines
 
 
+@of_others
 def add(folders: list[Path], results: Path, name: str = "") -> Path:
     """Write the runs in ``folders`` to results/<name>.parquet, which must be new.  -> the file
 
@@ -325,6 +345,7 @@ def write_table(target: Path, runs: list[Run]) -> None:
 # -------------------------------------------------------------------------------------------------------- start weights
 
 
+@of_others
 def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
     """The files of the tiny model from which the run started; None if they are not kept.
 

@@ -104,9 +104,9 @@ def read_inputs(
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.normalised(question.question) for question in questions}
+    asked = {question_files.composed(question.question) for question in questions}
     for name, part in held_out.items():
-        shared = {one.question for one in part if question_files.normalised(one.question) in asked}
+        shared = {one.question for one in part if question_files.composed(one.question) in asked}
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
@@ -137,12 +137,17 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
         rows = data_gsm8k.read(data, split)[0][first::ranks]
         answers = [right_answer(reward, train.instruction, row) for row in rows]
         scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
-        wrong = [answer for answer, score in zip(answers, scores, strict=True) if not score.correct]
+        wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
+            first_wrong = wrong[0]
+            rule = f"for base_acc an instruction that asks for {reward_gsm8k.BOX_FORM}"
+            if reward.function:
+                rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, the first being "
-                f"{wrong[0][-60:]!r}; needed: a reward that fits the data's answers (for base_acc an instruction that "
-                f"asks for {reward_gsm8k.BOX_FORM}), or reward.check_gold=false"
+                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, with the score "
+                f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
+                f"{answers[first_wrong][-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                "reward.check_gold=false"
             )
 
 
@@ -260,12 +265,28 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
             f"expert {expert} x expert_data {side.ranks // expert}"
         )
     for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
-        lines.append(f"{name or 'held out'}: {part.description}")
+        lines += [f"{name or 'held out'}: {part.description}", *look_alikes(f"{name or 'held out'}", part, part)]
+        if part is not inputs.questions:
+            lines += look_alikes(f"train and {name or 'held out'}", inputs.questions, part)
     lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
+    if unread := huggingface.unread_weights(Path(cfg.model.path)):
+        lines.append(f"note: not read, because only safetensors are: {', '.join(unread)} in {cfg.model.path}")
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
+
+
+def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
+    """Return a warning if questions of two parts differ only in what a reader hardly sees, such as case or width."""
+    pairs = question_files.alike(first, second)
+    if not pairs:
+        return []
+    one, other = (text[:60] for text in pairs[0])
+    return [
+        f"warning: {name}: {len(pairs)} questions are like another one but for case, width or invisible characters, "
+        f"for example {one!r} and {other!r}; all are kept"
+    ]
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:

@@ -84,8 +84,9 @@ def main(arguments: list[str], train: Callable[[Run], None], manual: str) -> int
         if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
             raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
         if args.check:
-            doctor.quick(cfg)
-            print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
+            said = check.report(cfg, args.ranks or parallel_setup.launched_world_size())
+            doctor.quick(cfg)  # after what would end the command
+            print(said, flush=True)
         else:
             trains = True
             start(cfg, train)

@@ -37,7 +37,7 @@ from run.sampling_ranks import SeparateSampler
 from run.tripwires import Tripwires
 from runlog.log import LEGEND, RunLog
 from runlog.progress import Heartbeat, StepTimer
-from tasks.question_files import normalised
+from tasks.question_files import composed
 from weights import checkpoint
 from weights.policy import Policy
 
@@ -68,7 +68,7 @@ class Run:
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
-        return frozenset(normalised(one.question) for part in self.inputs.held_out.values() for one in part)
+        return frozenset(composed(one.question) for part in self.inputs.held_out.values() for one in part)
 
     def evaluate(self, after_steps: int) -> None:
         """Evaluate the policy without noise, and log the result. Collective."""
@@ -106,7 +106,7 @@ class Run:
     def check_rollout(self, step: int, sampled: Sampled, pushed: Pushed) -> None:
         """Tripped for a push that the sampler has not taken up, and for a question that the step must not ask."""
         self.tripwires.after_push(step, pushed.checksums, pushed.metrics)
-        asked = [normalised(question.question) for question in sampled.all_asked]
+        asked = [composed(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
     def record(self, step: int, sampled: Sampled, metrics: dict[str, float], timer: StepTimer) -> dict[str, float]:

@@ -6,7 +6,6 @@ skipped or repaired silently. Rows count from 1; the number of a jsonl row is th
 """
 
 import io
-import json
 import math
 import re
 import unicodedata
@@ -16,12 +15,32 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from facts.exits import InputError
-from inputs.files import one_line, read_bytes, shown
+from inputs.files import one_line, parse_json, read_bytes, shown
 from knobs import Paths, listed
 from reward_gsm8k import gold_answer
 
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens and UTF-8 cannot hold them
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
+# A list, an object or bytes as JSON, Python or numpy writes them, also within quotes, and the name of an empty cell.
+WRITTEN = re.compile(
+    r"""['"]?(\w+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2|none|null|nan|<na>""", re.DOTALL | re.IGNORECASE
+)
+TURN = re.compile(r"""\b(role|from)\\*['"]?\s*[:=]\s*\\*['"]?(system|developer|user|human|assistant|gpt|tool)\b""")
+TURN_WITHIN = 80  # characters, where a text begins with a turn, however it is written
+# <image>, <|vision_start|>, <start_of_image>, <img src="...">, [IMG], [image 1], ![...](...), data:image/png;base64
+MEDIA = re.compile(
+    r"<[|/]?(\w+_)?(im(age|g|_patch)|picture|vid(eo)?|audio|speech|vision|media)s?"
+    r"(here|start|end|pad|token|placeholder)?([^a-z<>\n][^<>\n]*)?>"
+    r"|\[(\w+_)?(image|img|video|audio)s?(_\w+|[ :-]?\d+)?\]"
+    r"|!\[[^\]\n]*\]\([^)\n]+\)|\bdata:(image|video|audio)/",
+    re.IGNORECASE,
+)
+# Columns beside the question without which it is another one.
+BESIDE = re.compile(
+    r"(.*_)?(image|img|picture|photo|video|audio|pixel|multi_?modal|tool)s?(_.*)?"
+    r"|(figure|file|document|doc|attachment|function)s?|speech|media|mm_data|pdf"
+)
+EMPTY = ("", "[]", "{}", "none", "null", "nan", "<na>")
 OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
 
 # Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
@@ -42,6 +61,7 @@ class Question(NamedTuple):
     prompt: list[int] = []  # token ids, chat template applied; data_gsm8k.load adds them
     turns: Sequence[Turn] = ()  # the prompt as text: they end with a user turn
     columns: dict[str, Any] = {}  # all columns of the file
+    where: str = ""  # the file and the number of the row
 
     @classmethod
     def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:
@@ -80,7 +100,7 @@ FORMS = (
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
     """The rows of one file or several, and the name of its form, which the first row of all decides.
 
-    A question that several rows ask (`normalised`) counts once, as its first row has it: copies of it are no further
+    A question that several rows ask (`composed`) counts once, as its first row has it: copies of it are no further
     questions, neither in a step nor in an interval. The name of the form says how many rows there are. InputError if
     the copies have different answers.
 
@@ -94,7 +114,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
         form = Form(
             f"columns {' and '.join(columns.values())}", (), columns["question"], columns["answer"], marked=False
         )
-    rows: dict[str, tuple[str, Question]] = {}  # the question as it is compared -> where it is asked first, and its row
+    rows: dict[str, Question] = {}  # the question as it is compared -> the first row that asks it
     num_rows = 0
     for path in map(Path, listed(paths)):
         for where, raw in _table(path):
@@ -105,13 +125,13 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             except InputError as error:
                 hint = "" if columns else f"; {OTHER_COLUMNS}"
                 raise InputError(f"{where}: {error}{hint}") from error
-            first, known = rows.setdefault(normalised(row.question), (where, row))
+            known = rows.setdefault(composed(row.question), row._replace(where=where))
             if _value(row.gold) != _value(known.gold):
                 raise InputError(
-                    f"{where}: answer: {row.gold[:60]}; {first} has the same question with {known.gold[:60]}; needed: "
-                    "one answer"
+                    f"{where}: answer: {row.gold[:60]}; {known.where} has the same question with {known.gold[:60]}; "
+                    "needed: one answer"
                 )
-    questions = [row for _, row in rows.values()]
+    questions = list(rows.values())
     name = form.name if form else ""
     size = f"{num_rows} rows"
     if len(questions) < num_rows:
@@ -143,9 +163,12 @@ def _form_of(raw: dict[str, Any]) -> Form:
 def _by_form(raw: dict[str, Any], form: Form) -> Question:
     """The row of a file that has one of FORMS; the gold answer is the number after `####`."""
     row = {name.lower(): value for name, value in raw.items()}
+    if len(row) < len(raw):
+        raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; needed: one of each")
+    _refuse_beside(raw, form.question, form.answer)
     turns, last_turn = _turns(row, form.question)
     if _column(row, form.bare_question) is not None:
-        turns[-1] = ("user", _text(row, form.bare_question))
+        turns[-1] = ("user", _asked(row, form.bare_question))
     answer = last_turn
     if _column(row, form.answer) is not None:
         answer = _text(row, form.answer)
@@ -171,6 +194,7 @@ def _with_number(answer: str | None, number: str, form: Form) -> str:
 
 def _by_name(raw: dict[str, Any], form: Form) -> Question:
     """The row of a file whose columns data.columns names; the gold answer is a text or a number."""
+    _refuse_beside(raw, form.question, form.answer)
     turns, _ = _turns(raw, form.question)
     found = _column(raw, form.answer)
     is_number = isinstance(found, int | float | Decimal) and not isinstance(found, bool)
@@ -189,7 +213,7 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
     """
     found = _column(row, name)
     if not isinstance(found, list):
-        return [("user", _text(row, name))], None
+        return [("user", _asked(row, name))], None
     if not all(isinstance(turn, dict) for turn in found):
         raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
     roles = [str(turn.get("role")) for turn in found]
@@ -199,7 +223,10 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
             f"{name}: found the turns {', '.join(roles) or 'none'}; needed: system or not, then user and assistant by "
             "turns"
         )
-    turns = [(role, _text(turn, "content")) for role, turn in zip(roles, found, strict=True)]
+    turns = []
+    for role, turn in zip(roles, found, strict=True):
+        _refuse_beside(turn)
+        turns.append((role, (_text if role == "assistant" else _asked)(turn, "content")))
     if roles[-1] == "user":
         return turns, None
     return turns[:-1], turns[-1][1]
@@ -226,7 +253,42 @@ def _text(row: dict[str, Any], name: str) -> str:
         raise InputError(f"{name}: found an empty text")
     if UNUSABLE.search(value):
         raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
+    if WRITTEN.fullmatch(value.strip()) and TURN.search(value):
+        raise InputError(f"{name}: found {shown(value)}, turns written as text; needed: a text, or turns as a list")
     return value
+
+
+def _asked(row: dict[str, Any], name: str) -> str:
+    """Return a _text that the model is asked; InputError if it is another value in writing, or stands for a medium."""
+    text = _text(row, name)
+    if WRITTEN.fullmatch(text.strip()) or TURN.search(text[:TURN_WITHIN]):
+        raise InputError(
+            f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; needed: a text, or a "
+            "list of turns that is one in the file, too"
+        )
+    if mark := MEDIA.search(text):
+        raise InputError(f"{name}: found {shown(mark[0])}, which stands for a medium; needed: questions of text alone")
+    return text
+
+
+def _refuse_beside(row: dict[str, Any], *read: str) -> None:
+    """Raise InputError for a filled column of BESIDE, such as images or tools, which no prompt would show.
+
+    The columns ``read`` are the question and the answer themselves.
+    """
+    for name, value in row.items():
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name).lower()
+        if BESIDE.fullmatch(words) and name not in read and _filled(value):
+            raise InputError(
+                f"{name}: found {shown(value)}, which no prompt shows; needed: questions without it, or no such column"
+            )
+
+
+def _filled(value: Any) -> bool:
+    """Return whether a cell has content, in a list or an object anywhere."""
+    if isinstance(value, list | dict):
+        return any(map(_filled, value.values() if isinstance(value, dict) else value))
+    return bool(value) and str(value).strip().lower() not in EMPTY
 
 
 def gold_number(answer: str) -> str:
@@ -251,8 +313,25 @@ def words(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
+def composed(question: str) -> str:
+    """Return the text by which questions are one: in Unicode's composed form NFC, and with single spaces."""
+    return " ".join(unicodedata.normalize("NFC", question).split())
+
+
+def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
+    """Return the pairs of different questions, one from each sequence, that a reader can hardly tell apart.
+
+    They may be one question twice, or two such as 3² and 32. For that reason nobody refuses them.
+    """
+    known: dict[str, str] = {}
+    for row in first:
+        known.setdefault(normalised(row.question), row.question)
+    pairs = [(known.get(normalised(row.question), row.question), row.question) for row in second]
+    return [pair for pair in pairs if composed(pair[0]) != composed(pair[1])]
+
+
 def normalised(question: str) -> str:
-    """The text by which questions are compared: two that a reader cannot tell apart, or that differ in case, are one.
+    """Return the text that two questions share which a reader can hardly tell apart, or which differ in case.
 
     It is in form NFKC, without case, without characters of no width and control characters, and with single spaces.
     """
@@ -289,7 +368,7 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
             if line.strip():
-                yield number, json.loads(line.decode("utf-8-sig"))
+                yield number, parse_json(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
 
@@ -297,7 +376,7 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     """The rows of a list of objects, or of an object that holds one list."""
     try:
-        found = json.loads(data.decode("utf-8-sig"))
+        found = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {one_line(error)}") from error
     values = found.values() if isinstance(found, dict) else [found]

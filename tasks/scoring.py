@@ -8,13 +8,17 @@ process that has started a device.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
+import importlib
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, TimeoutError
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
 START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
 START_SECONDS = 120  # to import the file, which may import a large package
+IMPORTING = "importing"  # what a process sends when an import begins, and when it ends
 MOST = 8  # workers of a rank
 NEEDED = "needed: a number, or (number, answer found, correct), both of these bool"
 
@@ -180,10 +185,21 @@ class Worker:
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> Any:
-        """What the process sends next. A Failure if it ends, or is ended because it takes more than ``seconds``."""
+        """Return what the process sends next, or a Failure if it ends, or takes more than ``seconds`` and is ended.
+
+        The time in which it imports packages does not count, up to START_SECONDS for each.
+        """
+        deadline = time.monotonic() + seconds
         try:
-            if self.connection.poll(seconds):
-                return self.connection.recv()
+            while self.connection.poll(max(0.0, deadline - time.monotonic())):
+                found = self.connection.recv()
+                if found != IMPORTING:
+                    return found
+                began = time.monotonic()
+                if not self.connection.poll(START_SECONDS):
+                    break
+                self.connection.recv()  # the end of the import
+                deadline += time.monotonic() - began
         except (EOFError, OSError):
             return Failure(f"ended its process ({self.end()})")
         self.process.kill()
@@ -218,9 +234,31 @@ def serve(key: str, named: str, end: str) -> None:
         connection.send(str(error))
         return
     connection.send("")
+    busy = threading.Lock()
+    builtins.__import__ = announcing(builtins.__import__, connection, busy)
+    importlib.import_module = announcing(importlib.import_module, connection, busy)
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send(result_of(function, connection.recv()))
+
+
+def announcing(plain: Callable[..., Any], connection: Connection, busy: threading.Lock) -> Callable[..., Any]:
+    """Return ``plain``, which imports a module, so that it sends IMPORTING before and after; ``busy`` during it."""
+    process = os.getpid()
+
+    def announced(name: str, *arguments: Any, **named: Any) -> Any:
+        # Imports within an import belong to it; those of other threads and processes are the function's own affair.
+        alone = threading.current_thread() is threading.main_thread() and os.getpid() == process
+        if name in sys.modules or not alone or not busy.acquire(blocking=False):
+            return plain(name, *arguments, **named)
+        connection.send(IMPORTING)
+        try:
+            return plain(name, *arguments, **named)
+        finally:
+            busy.release()
+            connection.send(IMPORTING)
+
+    return announced
 
 
 def result_of(function: Callable[..., Any], call: tuple) -> Score | Failure:

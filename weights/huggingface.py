@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from facts.architectures import Architecture, modules, tensor_shapes
+from facts.architectures import Architecture, Module, modules, tensor_shapes
 from facts.exits import InputError
 from hardware.quantisation import Packed, quantise
 from inputs.files import first_three, read_object, read_tensors
@@ -22,6 +22,7 @@ from lora_megatron import Adapter, attached, stacks
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel, gather
 
+ADAPTER_ENDINGS = (".safetensors", ".bin", ".json")
 DTYPES = ("float32", "bfloat16", "float16")  # of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
 
@@ -81,30 +82,42 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
         adapters = {name.removesuffix(".lora"): adapter for name, adapter in attached(layer).items()}
-        held: dict[str, Tensor | Packed] = {
-            f"{name.replace('.base', '')}.weight": module.packed
-            for name, module in layer.named_modules()
-            if isinstance(module, GroupedLinear) and module.quantisation != "none"
-        }
-        weights = ((name, x) for name, x in layer.named_parameters() if not name.endswith((".A", ".B")))
-        held |= {name.replace(".base.", "."): x for name, x in weights}
+        held = _base_weights(layer)
         for module in modules(arch, arch.moe_layers[i]):
             adapter = adapters.get(module.megatron.removesuffix(".weight"))
             groups = arch.num_kv_heads // parallel.tensor if module.target == "linear_qkv" else 0
             for kind in ("weight", "bias")[: 1 + module.bias]:
                 stored = held.pop(module.megatron.replace(".weight", f".{kind}"))
                 names = tuple(f"model.layers.{i}.{block}.{kind}" for block in module.blocks)
-                if module.kind != "experts":
-                    owner = adapter if kind == "weight" else None
-                    yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
+                if module.kind == "experts":
+                    yield from _expert_slots(stored, names, module, experts, adapter)
                     continue
-                for part in stacks(stored.shape):
-                    own = tuple(name.format(number) for number in experts[part] for name in names)
-                    yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
+                owner = adapter if kind == "weight" else None
+                yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
         assert not held, held.keys()
     yield WeightShard(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield WeightShard(model.output_layer.weight, ("lm_head.weight",), 0)
+
+
+def _base_weights(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
+    """Return the weights of a layer without LoRA, by their name in the model without LoRA."""
+    held: dict[str, Tensor | Packed] = {
+        f"{name.replace('.base', '')}.weight": module.packed
+        for name, module in layer.named_modules()
+        if isinstance(module, GroupedLinear) and module.quantisation != "none"
+    }
+    weights = ((name, x) for name, x in layer.named_parameters() if not name.endswith((".A", ".B")))
+    return held | {name.replace(".base.", "."): x for name, x in weights}
+
+
+def _expert_slots(
+    stored: Tensor | Packed, names: tuple[str, ...], module: Module, experts: range, adapter: Adapter | None
+) -> Iterator[WeightShard]:
+    """Yield the stacks of a layer's routed experts, as LoRA multiplies them; ``names`` have a place for the number."""
+    for part in stacks(stored.shape):
+        own = tuple(name.format(number) for number in experts[part] for name in names)
+        yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
 
 
 def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
@@ -174,6 +187,9 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
+    """Return the files of the weights. InputError for an adapter or other weights beside them: which ones are meant?"""
+    if adapters := sorted(path.name for path in model_dir.glob("adapter_*") if path.suffix in ADAPTER_ENDINGS):
+        raise InputError(f"{model_dir}: {adapters[0]}: holds a LoRA adapter beside the weights; merge it or remove it")
     index = model_dir / "model.safetensors.index.json"
     if not index.exists():
         files = sorted(model_dir.glob("*.safetensors"))
@@ -187,7 +203,16 @@ def _weight_files(model_dir: Path) -> list[Path]:
     missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
     if missing:
         raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
+    if others := sorted({path.name for path in model_dir.glob("*.safetensors")} - set(map(str, names))):
+        raise InputError(
+            f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; needed: one set"
+        )
     return [model_dir / name for name in names]
+
+
+def unread_weights(model_dir: Path) -> list[str]:
+    """Return the names of weights in other formats, which are never opened."""
+    return sorted(path.name for path in model_dir.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
 
 
 @torch.no_grad()

@@ -12,19 +12,21 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
-from inputs.files import read_object, read_tensors
+from inputs.files import read_object, read_tensors, validated
 from weights import huggingface
 
 Form = Literal["full", "leaf", "stack"]
 PREFIX, FILE, SETTINGS = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+FACTOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 STACK = re.compile(r"\.mlp\.experts(\.base_layer)?$")
 # What an adapter may also change, and here does not: key -> the values that change nothing.
 PLAIN: dict[str, tuple] = {
@@ -33,6 +35,10 @@ PLAIN: dict[str, tuple] = {
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
     "layer_replication": (None, []),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "alora_invocation_tokens": (None,),
+    "trainable_token_indices": (None, [], {}),
 }
 
 
@@ -74,15 +80,7 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
     for (block, fused), own in stacks.items():
         # PEFT wraps the experts once for each parameter: the wrapper of down_proj contains that of gate_up_proj.
         inner = ".base_layer" if both and fused == "gate_up_proj" else ""
-        leaves = ("gate", "up") if fused == "gate_up_proj" else ("down",)
-        some = next(iter(own.values()))
-        a, b = [], []
-        for expert in range(arch.num_experts):
-            there = [own.get((expert, leaf)) for leaf in leaves]
-            first = next(filter(None, there), None)
-            assert all(pair is None or torch.equal(pair.a, first.a) for pair in there), "gate and up need one A"
-            a.append(torch.zeros_like(some.a) if first is None else first.a)
-            b.append(torch.cat([torch.zeros_like(some.b) if pair is None else pair.b for pair in there]))
+        a, b = _joined(own, _leaves(fused), arch.num_experts)
         prefix = f"{PREFIX}{block}{inner}"
         found[f"{prefix}.lora_A.weight"] = torch.cat(a).contiguous()
         found[f"{prefix}.lora_B.weight"] = torch.stack(b).permute(1, 2, 0).flatten(1).contiguous()
@@ -92,6 +90,26 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
             found[f"{PREFIX}{name}.lora_A.weight"] = pair.a.contiguous().clone()
             found[f"{PREFIX}{name}.lora_B.weight"] = pair.b.contiguous().clone()
     return found
+
+
+def _leaves(fused: str) -> tuple[str, ...]:
+    """Return the matrices of an expert that one parameter holds."""
+    return ("gate", "up") if fused == "gate_up_proj" else ("down",)
+
+
+def _joined(
+    own: dict[tuple[int, str], Pair], leaves: tuple[str, ...], num_experts: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return A and B of each expert: zeros where it has no pair, and the rows of the ``leaves`` in one B."""
+    some = next(iter(own.values()))
+    a, b = [], []
+    for expert in range(num_experts):
+        there = [own.get((expert, leaf)) for leaf in leaves]
+        first = next(filter(None, there), None)
+        assert all(pair is None or torch.equal(pair.a, first.a) for pair in there), "gate and up need one A"
+        a.append(torch.zeros_like(some.a) if first is None else first.a)
+        b.append(torch.cat([torch.zeros_like(some.b) if pair is None else pair.b for pair in there]))
+    return a, b
 
 
 def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
@@ -112,24 +130,8 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
     target module called gate_proj, up_proj, down_proj or gate for the routed experts and the router of older
     checkpoints.
     """
-    experts = {name: pair for name, pair in pairs.items() if EXPERT.fullmatch(name)}
-    others = {name: pair for name, pair in pairs.items() if name not in experts}
-    modules, parameters = _without_layer(list(others), arch), []
-    if form == "stack":
-        parameters = [f"{name}.weight" for name in modules if "mlp." in name]
-        modules = [name for name in modules if "mlp." not in name]
-    (rank,) = {len(pair.a) for pair in others.values()} or {0}
-    (expert_rank,) = {len(pair.a) for pair in experts.values()} or {rank}
-    # One pattern for everything but routed experts: PEFT warns of each pattern that matches no module.
-    pattern = {}
-    if rank and rank != expert_rank:
-        pattern["|".join(map(re.escape, modules + parameters))] = rank
-    if form == "stack":
-        parameters += _without_layer([f"{block}.{fused}" for block, fused in _stacks(experts)], arch)
-    elif form == "leaf":
-        modules = sorted({name.rpartition(".")[2] for name in pairs})
-    else:
-        modules = list(pairs)
+    expert_rank, pattern = _ranks(pairs, arch, form)
+    modules, parameters = _targets(pairs, arch, form)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -148,6 +150,37 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
     }
 
 
+def _ranks(pairs: Pairs, arch: Architecture, form: Form) -> tuple[int, dict[str, int]]:
+    """Return r, which is that of the routed experts if they are adapted, and the rank_pattern of everything else.
+
+    It has one pattern, because PEFT warns of each pattern that matches no module.
+    """
+    (rank,) = {len(pair.a) for name, pair in pairs.items() if not EXPERT.fullmatch(name)} or {0}
+    (expert_rank,) = {len(pair.a) for name, pair in pairs.items() if EXPERT.fullmatch(name)} or {rank}
+    if rank in (0, expert_rank):
+        return expert_rank, {}
+    modules, parameters = _beside_experts(pairs, arch, form)
+    return expert_rank, {"|".join(map(re.escape, modules + parameters)): rank}
+
+
+def _targets(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
+    """Return target_modules and target_parameters."""
+    if form == "leaf":
+        return sorted({name.rpartition(".")[2] for name in pairs}), []
+    if form == "full":
+        return list(pairs), []
+    modules, parameters = _beside_experts(pairs, arch, form)
+    return modules, parameters + _without_layer([f"{block}.{fused}" for block, fused in _stacks(pairs)], arch)
+
+
+def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
+    """Return the modules and the parameters that are no routed experts, without their layer."""
+    names = _without_layer([name for name in pairs if not EXPERT.fullmatch(name)], arch)
+    if form != "stack":
+        return names, []
+    return [name for name in names if "mlp." not in name], [f"{name}.weight" for name in names if "mlp." in name]
+
+
 def _without_layer(names: list[str], arch: Architecture) -> list[str]:
     """The names, but one without `model.layers.N.` for a matrix that is adapted in every layer that has it."""
     short = {name: name.split(".", 3)[3] for name in names}
@@ -161,33 +194,67 @@ def _without_layer(names: list[str], arch: Architecture) -> list[str]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read(folder: Path, arch: Architecture) -> Pairs:
-    """The pairs of a PEFT adapter for a base model of ``arch``, of any form.
+def _pattern(text: str) -> str:
+    """Return the pattern of a module's name; ValueError unless it is a regular expression."""
+    try:
+        re.compile(PATTERN.format(text))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"no regular expression ({error})") from None
+    return text
 
-    InputError for what is no LoRA, changes more than matrices of the layers, or does not fit.
-    """
-    settings = read_object(folder / SETTINGS, ("r", "lora_alpha"))
+
+PATTERN = r"(.*\.)?({})$"  # as PEFT compares one with a module's name
+Name = Annotated[str, AfterValidator(_pattern)]
+Rank = Annotated[int, Field(ge=1, le=2**16)]
+Alpha = Annotated[float, Field(gt=0, le=2**24)]
+
+
+class Settings(BaseModel):
+    """The keys of adapter_config.json by which programs find and scale the factors; those of PLAIN are apart."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    r: Rank
+    lora_alpha: Alpha
+    use_rslora: bool = False
+    rank_pattern: dict[Name, Rank] | None = None
+    alpha_pattern: dict[Name, Alpha] | None = None
+    target_modules: str | list[str] | None = None
+    target_parameters: list[str] | None = None
+    base_model_name_or_path: str | None = None
+    lora_dropout: float = 0.0
+    inference_mode: bool = False
+
+    @property
+    def largest_rank(self) -> int:
+        return max(self.r, *(self.rank_pattern or {}).values(), 0)
+
+
+def read_settings(folder: Path) -> Settings:
+    """Return what the adapter_config.json in ``folder`` says; InputError for what is no LoRA, or is no such value."""
+    path = folder / SETTINGS
+    content = read_object(path, ("r", "lora_alpha"))
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
-        if settings.get(key, plain[0]) not in plain:
-            raise InputError(f"{folder / SETTINGS}: {key} is {settings[key]!r}; needed: {plain[0]!r}")
-    stored, expected = read_tensors(folder / FILE), tensor_shapes(arch)
+        if content.get(key, plain[0]) not in plain:
+            raise InputError(f"{path}: {key} is {content[key]!r}; needed: {plain[0]!r}")
+    return validated(Settings, content, path)
+
+
+def read(folder: Path, arch: Architecture) -> Pairs:
+    """Return the pairs of a PEFT adapter for a base model of ``arch``, of any form.
+
+    InputError for what is no LoRA, changes more than matrices of the layers, contradicts itself, or does not fit.
+    """
+    settings, expected = read_settings(folder), tensor_shapes(arch)
     pairs: Pairs = {}
-    for name in sorted(stored):
-        module, ending = name.removeprefix(PREFIX), ".lora_A.weight"
-        if not module.endswith((ending, ".lora_B.weight")) or module == name:
-            raise InputError(f"{folder / FILE}: {name} is no LoRA factor; needed: {PREFIX}MODULE{ending} or .lora_B")
-        if not module.endswith(ending):
-            continue
-        module = module.removesuffix(ending)
-        if (other := name.replace("lora_A", "lora_B")) not in stored:
-            raise InputError(f"{folder / FILE}: {name} is there without {other}")
-        a, b = stored[name].float(), stored[other].float()
-        copies = arch.num_experts if STACK.search(module) else 1
-        if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
-            raise InputError(
-                f"{folder / FILE}: {name} is {tuple(a.shape)}, and {other} {tuple(b.shape)}; needed: a pair"
-            )
-        pairs |= _read_pair(module, a, b, settings, arch)
+    for module, (a, b) in _factors(folder / FILE).items():
+        try:
+            of_module = _read_pair(module, a, b, settings, arch)
+        except ValueError as error:
+            raise InputError(f"{folder / FILE}: {module}: {error}") from None
+        if twice := of_module.keys() & pairs.keys():
+            raise InputError(f"{folder / FILE}: {min(twice)} is adapted twice; needed: one pair for each matrix")
+        pairs |= of_module
     for name, pair in pairs.items():
         shape, needed = (len(pair.b), pair.a.shape[1]), expected.get(f"{name}.weight")
         if shape != needed:
@@ -199,22 +266,49 @@ def read(folder: Path, arch: Architecture) -> Pairs:
     return pairs
 
 
-def _read_pair(module: str, a: Tensor, b: Tensor, settings: dict[str, Any], arch: Architecture) -> Pairs:
-    """The pair of a module, or those of all experts of a layer."""
+def _factors(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of every module in fp32; InputError unless each has both, of finite numbers."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, factor in sorted(read_tensors(path).items()):
+        match = FACTOR.fullmatch(name)
+        if not match:
+            raise InputError(f"{path}: {name} is no LoRA factor; needed: {PREFIX}MODULE.lora_A.weight or .lora_B")
+        if not (factor.is_floating_point() and factor.float().isfinite().all()):
+            raise InputError(f"{path}: {name}: found {factor.dtype} values that are not all finite real numbers")
+        found.setdefault(match["module"], {})[match["which"]] = factor.float()
+    for module, factors in found.items():
+        if len(factors) == 1:
+            raise InputError(f"{path}: {PREFIX}{module}.lora_{min(factors)}.weight is there without its other factor")
+    return {module: (factors["A"], factors["B"]) for module, factors in found.items()}
+
+
+def _read_pair(module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
+    """Return the pair of a module, or those of all experts of a layer; ValueError unless they fit the settings."""
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
-    is_down = is_stack and (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
-    if is_stack:
-        module = f"{block}.{'down_proj' if is_down else 'gate_up_proj'}"
-    keys = (key for key in settings.get("alpha_pattern") or {} if re.match(rf"(.*\.)?({key})$", module))
-    alpha, rank = settings["lora_alpha"], len(a) // (arch.num_experts if is_stack else 1)
-    alpha = settings["alpha_pattern"][key] if (key := next(keys, None)) else alpha
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    copies = arch.num_experts if is_stack else 1
+    if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
+        raise ValueError(f"lora_A is {tuple(a.shape)}, and lora_B {tuple(b.shape)}; needed: a pair")
+    is_down = (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
+    fused = "down_proj" if is_down else "gate_up_proj"
+    name, rank = f"{block}.{fused}" if is_stack else module, len(a) // copies
+    if rank != (needed := _of_pattern(settings.rank_pattern, name, settings.r)):
+        raise ValueError(f"its factors have the rank {rank}; {SETTINGS} says {needed}")
+    alpha = _of_pattern(settings.alpha_pattern, name, settings.lora_alpha)
+    scale = alpha / (rank**0.5 if settings.use_rslora else rank)
     if not is_stack:
         return {module: Pair(a, b, scale)}
-    by_expert = zip(a.chunk(arch.num_experts), b.unflatten(1, (rank, -1)).unbind(2), strict=True)
-    leaves = ("down",) if is_down else ("gate", "up")
+    by_expert = zip(a.chunk(copies), b.unflatten(1, (rank, -1)).unbind(2), strict=True)
+    leaves = _leaves(fused)
     return {
         f"{block}.{expert}.{leaf}_proj": Pair(a_of_it, rows, scale)
         for expert, (a_of_it, b_of_it) in enumerate(by_expert)
-        for leaf, rows in zip(leaves, b_of_it.chunk(len(leaves)), strict=True)
+        for leaf, rows in zip(leaves, b_of_it.tensor_split(len(leaves)), strict=True)
     }
+
+
+def _of_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """Return the value of the first pattern that a module, or its parameter weight, has; or else ``default``."""
+    for pattern, value in (patterns or {}).items():
+        if any(re.match(PATTERN.format(pattern), name) for name in (module, f"{module}.weight")):
+            return value
+    return default

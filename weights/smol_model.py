@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from facts.exits import InputError
-from inputs.config import command
+from inputs.config import command, path_option
 from inputs.files import read_object, whole_folder
 from weights import huggingface, tiny_model
 
@@ -148,7 +148,7 @@ def make(folder: Path) -> str:
 def main(arguments: list[str]) -> int:
     """Exit code 0: the model is there; 2: it cannot be made, in one line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="the model's folder, e.g. models/smollm2_moe")
+    parser.add_argument("folder", type=path_option, help="the model's folder, e.g. models/smollm2_moe")
     print(make(parser.parse_args(arguments).folder))
     return 0
 

@@ -147,7 +147,10 @@ def _make(
     unfinished = aside(folder)
     with whole_folder(folder) if parallel.rank == 0 else nullcontext():
         if parallel.rank == 0:
-            print(f"making {folder}: {tiny.warm_start_steps} supervised steps", flush=True)
+            print(
+                f"making {folder}: {tiny.warm_start_steps} supervised steps, which are kept when all are done",
+                flush=True,
+            )
             write_random_model(unfinished, tiny, data, wanted["config"])
         dist.barrier()
         if tiny.warm_start_steps:

@@ -744,6 +744,24 @@ def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_pa
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("dtype", "advised"), [("float32", "--dtype bfloat16"), ("bfloat16", "--dtype float32")])
+def test_the_advice_about_rounding_depends_on_the_type_that_is_given(dtype: str, advised: str) -> None:
+    base, right = torch.zeros(2, 8).double(), torch.linspace(0.5, 1.5, 16).view(2, 8).double()
+    known = {"right": right.tolist(), "faults": {"half": (right / 2).tolist()}}
+    off = right + 0.2 * torch.tensor([1.0, -1.0]).repeat(2, 4)
+    row = adapter_check.judged(off, base, known, base, 0.01, dtype)
+    assert row["verdict"] == "wrong" and row["remark"].count("--dtype") == 1 and advised in row["remark"], row
+
+
+def test_faults_that_the_tolerance_hides_are_named() -> None:
+    kinds = {
+        "all": {"right": [[0.0, 1.0]], "faults": {"experts swapped": [[0.01, 1.01]], "the base": [[1.0, 1.0]]}},
+        "qkv": {"right": [[0.0, 1.0]], "faults": {"half": [[0.0, 1.0]]}},
+    }
+    assert adapter_check.too_small(kinds, {"all", "given"}, 0.02) == ["all: experts swapped"]
+    assert adapter_check.too_small(kinds, {"all", "qkv"}, 0.001) == ["qkv: half"]
+
+
 def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Path) -> None:
     shutil.copytree(probed, tmp_path / "probes")
     changed_settings(tmp_path / "probes" / "probes" / "given.copied", r=3)

@@ -92,6 +92,11 @@ MODEL = [
         "tiny_model=null", "model.path=Qwen/Qwen3"),
     row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
     row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
+    row("a template that opens no turn", "a prompt ends with '<|im_end|>\\n' after the question",
+        model(lambda m: (m / "tokenizer_config.json").write_text((m / "tokenizer_config.json").read_text().replace(
+            "add_generation_prompt", "no_such_flag")))),
+    row("an adapter beside the weights", "adapter_config.json: holds a LoRA adapter beside the weights",
+        model(file("adapter_config.json", "{}"))),
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
     row("tiny path of another", "model exists and has no readable tiny_model.json, ... needed: another path",
         "model.path=FOLDER/model", lambda place: file("tiny_model.json", None)(place.copy("model"))),
@@ -103,8 +108,14 @@ DATA = [
     row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
     row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
         questions(ending="csv")),
-    row("held-out and trained on, for a reader", "data: 1 held-out questions of data.test_path are training questions",
-        questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", "\u200bWHAT \u00a0 \uff49s") + "\n")),
+    row("held-out and trained on", "data: 1 held-out questions of data.test_path are training questions",
+        questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", " What \u00a0 is") + "\n")),
+    row("turns written as text", "train.jsonl, row 1: question: found ",
+        questions(json.dumps({"question": str([{"role": "user", "content": "1?"}]), "answer": "#### 1"}) + "\n")),
+    row("a special token in a question", "train.jsonl, row 2: user turn: found '<|im_end|>', a special token",
+        questions(QUESTIONS.replace("What is 4", "What <|im_end|> is 4"))),
+    row("images beside the questions", "test.jsonl, row 1: images: found ['a.png']",
+        questions(test=HELD_OUT.replace('"answer"', '"images": ["a.png"], "answer"'))),
     row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
         "reward.method math or a reward.function",
         questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
@@ -274,6 +285,18 @@ def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
 def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Place, capfd: CaptureFixture) -> None:
     assert exit_code(command(place, changes, run)) == 2
     assert_one_line(capfd.readouterr().err, expected)
+
+
+def test_questions_that_look_alike_are_named_once_and_kept(place: Place, capfd: CaptureFixture) -> None:
+    """Training questions against held-out ones, and those of one file. They may differ, as 3² and 32 do."""
+    row = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
+    train = "".join(map(row.format, ("3\u00b2", "32", "5\u2075", "7", "x")))
+    held_out = "".join(map(row.format, ("55", "X")))
+    arguments = command(place, (questions(train, held_out), "reward.check_gold=false"), run=False)
+    assert exit_code(arguments) == 0
+    warned = [line for line in capfd.readouterr().out.splitlines() if "are like another one" in line]
+    assert [line.partition(" questions")[0][9:] for line in warned] == ["train: 1", "train and held out: 2"]
+    assert "'What is 3\u00b2?' and 'What is 32?'" in warned[0] and "'What is 5\u2075?' and 'What is 55?'" in warned[1]
 
 
 @pytest.mark.parametrize(("expected", "changes", "run"), PROCESSES)

@@ -13,12 +13,16 @@ import pytest
 import yaml
 from refused import refusal
 
+import export
 import grpo
+import preflight
+import report
 import reward_gsm8k
+import sweep
 from facts.architectures import Architecture, tensor_shapes
 from facts.exits import InputError
 from inputs import config, hf_config
-from inputs.config import load_config, resolve_config
+from inputs.config import load_config, resolve_config, to_yaml
 from inputs.rules import refuse_first, trainer_problems
 from knobs import Config, LossConfig, RewardConfig
 
@@ -126,6 +130,78 @@ def test_text_that_yaml_1_1_would_convert_stays_text(write, word):
 
 
 # ------------------------------------------------------------------------------------------------------------- files
+
+
+FILES = ("data.source=gsm8k", "data.train_path=a.jsonl", "data.test_path=b.jsonl")
+PATHS = {  # key -> the other overrides with which it is read
+    "model.path": ("tiny_model.seed=0",), "train.out_dir": (), "train.resume": (),
+    "data.train_path": FILES, "data.test_path": FILES, "data.few_shot_path": FILES, "eval.sets": (),
+    "reward.function": (), "loss.kind": (), "loss.advantage": (),
+}  # fmt: skip
+
+
+def given(key: str, path: str) -> str:
+    """A value of ``key`` with this path in it, and for a function its name."""
+    name = ":f" if key.startswith(("reward", "loss")) else ""
+    return f"{{more: [a, '{path}']}}" if key == "eval.sets" else f"'{path}{name}'"
+
+
+def value_of(cfg: Config, key: str) -> str:
+    section, name = key.split(".")
+    value = getattr(getattr(cfg, section), name)
+    return value["more"][1] if key == "eval.sets" else value.removesuffix(":f")
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_is_read_as_a_shell_user_writes_it_and_recorded_so(key: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path, expanded in (("~/x.py", f"{tmp_path}/x.py"), ("x~.py", "x~.py"), ("./~/x.py", "./~/x.py")):
+        cfg = load_config("configs/tiny_cpu.yaml", [*PATHS[key], f"{key}={given(key, path)}"])
+        assert value_of(cfg, key) == expanded
+        text = to_yaml(cfg)
+        assert path in text and str(tmp_path) not in text
+        (tmp_path / "again.yaml").write_text(text)
+        assert load_config(tmp_path / "again.yaml") == cfg
+    for path in ("$HOME/x.py", "${HOME}/x.py", "${oc.env:HOME}/x.py", "a/$x.py", "~no_such_user_/x.py"):
+        with pytest.raises(InputError, match=rf"{key}.*: expected a path without variables, .*found ") as caught:
+            load_config("configs/tiny_cpu.yaml", [*PATHS[key], f"{key}={given(key, path)}"])
+        assert path in str(caught.value) and str(tmp_path) not in str(caught.value)
+    (tmp_path / "a$b.py").touch()
+    existing = f"{key}={given(key, f'{tmp_path}/a$b.py')}"
+    assert value_of(load_config("configs/tiny_cpu.yaml", [*PATHS[key], existing]), key) == f"{tmp_path}/a$b.py"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (preflight.main, ["CONFIG", "--values"]),
+        (preflight.main, ["configs/tiny_cpu.yaml", "--calibrate", "FOLDER/t.jsonl"]),
+        (export.main, ["FOLDER/run", "--merged", "m"]),
+        (export.main, ["out/run", "--merged", "FOLDER"]),
+        (export.main, ["out/run", "--adapter", "FOLDER"]),
+        (report.main, ["show", "FOLDER/run"]),
+        (report.main, ["compare", "FOLDER/run", "FOLDER/run"]),
+        (report.main, ["--results", "FOLDER/run", "rerun", "x"]),
+        (sweep.main, ["CONFIG", "--list"]),
+    ],
+)
+def test_a_path_of_an_option_is_expanded_and_a_variable_in_it_is_refused(
+    main, arguments: list[str], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "full").touch()
+
+    def said(folder: str) -> tuple[int, str]:
+        typed = [text.replace("FOLDER", folder).replace("CONFIG", f"{folder}/c.yaml") for text in arguments]
+        try:
+            code = main(typed)
+        except SystemExit as ended:  # of argparse
+            code = ended.code
+        return code, capsys.readouterr().err
+
+    assert said("~")[0] == 2 and said("~")[1] == said(str(tmp_path))[1]  # the same message as for the expanded path
+    code, error = said("$HOME")
+    assert code == 2 and "found '$HOME" in error and "a path without variables" in error
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 import data_gsm8k
 from facts.exits import InputError
@@ -107,25 +113,50 @@ def test_every_form_gives_the_same_questions(form: str, ending: str, tmp_path: P
 
 # ----------------------------------------------------------------------------------------------------- equal questions
 @pytest.mark.parametrize(
-    "other",
+    ("first", "other"),
     [
-        "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000",
-        "\uff2dia \u200b has \uff13 pens\uff0e How many?",
-        "Mia\u2800 has\u2065 3\ufe0f pens\u034f\U000e0080. \u202eHow\u202c\ufff0 many?\u0008",
+        ("Mia has 3 pens. How many?", "  Mia has\t3 \u00a0pens.\r\nHow\u2028many?\u3000"),
+        ("Wie viele \u00c4pfel?", "Wie viele  A\u0308pfel?"),  # one letter, or a letter and a mark
+        ("How many \u212bngstr\u00f6m?", "How many \u00c5ngstro\u0308m?"),
     ],
 )
-def test_questions_are_compared_as_a_reader_sees_them(other: str, tmp_path: Path) -> None:
-    first = {"question": "Mia has 3 pens. How many?", "answer": "#### 3"}
-    path = write_jsonl(tmp_path / "train.jsonl", [first, {"question": other, "answer": "so\n#### 3.0"}])
-    assert read_pairs(path) == [(first["question"], first["answer"])]  # one answer: the first row stands for both
-    write_jsonl(path, [ROWS[0], first, {"question": other, "answer": "#### 4"}])
+def test_questions_are_one_if_they_differ_in_white_space_or_composition(first: str, other: str, tmp_path: Path) -> None:
+    row = {"question": first, "answer": "#### 3"}
+    path = write_jsonl(tmp_path / "train.jsonl", [row, {"question": other, "answer": "so\n#### 3.0"}])
+    assert read_pairs(path) == [(first, "#### 3")]  # one answer: the first row stands for both
+    write_jsonl(path, [ROWS[0], row, {"question": other, "answer": "#### 4"}])
     with pytest.raises(
         InputError, match="train.jsonl, row 3: answer: 4; .*train.jsonl, row 2 has the same question with 3; need"
     ):
         question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
     with pytest.raises(InputError, match="which is asked as well"):
-        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Question.worked(**first)])
+        data_gsm8k.few_shot(data(few_shot_path=str(tmp_path / "shots.jsonl")), [Question.worked(**row)])
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ("What is 3\u00b2 + 1?", "What is 32 + 1?"),  # a power, and a number
+        ("What is 5\u2082 in base 2?", "What is 52 in base 2?"),
+        ("What is \u00bd of 12?", "What is 1\u20442 of 12?"),
+        ("What is A if a = 1?", "What is a if a = 1?"),
+        ("Is \u2124 a field?", "Is Z a field?"),
+        ("What is 2\ufe0f\u20e3 + 1?", "What is 2\u20e3 + 1?"),
+        ("Is it ma\u00dfe?", "Is it masse?"),
+        ("Mia has 3 pens.", "\uff2dia \u200b has \uff13 pens\uff0e"),
+    ],
+)
+def test_questions_that_differ_otherwise_are_two_and_a_warning_names_the_first_pair(
+    first: str, other: str, tmp_path: Path
+) -> None:
+    rows = [{"question": first, "answer": "#### 3"}, {"question": other, "answer": "#### 4"}]
+    path = write_jsonl(tmp_path / "train.jsonl", [ROWS[0], *rows, ROWS[1]])
+    asked = question_files.read(path)[0]
+    assert [row.question for row in asked] == [ROWS[0]["question"], first, other, ROWS[1]["question"]]
+    assert data_gsm8k.few_shot(data(few_shot_path=str(path)), [Question.worked("Who?", "#### 1")]) == asked
+    assert question_files.alike(asked, asked) == question_files.alike(asked[:2], asked[2:]) == [(first, other)]
+    assert question_files.alike(asked[:2], asked[:2]) == []
 
 
 @pytest.mark.parametrize("form", ["columns", "verl"])
@@ -232,6 +263,150 @@ def test_a_value_of_a_parquet_file_that_python_cannot_hold_is_refused(values: py
         question_files.read(path)
 
 
+# ------------------------------------------------------------------------- a cell that is another thing, as a text
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "It's 1+1?"}]
+WRITTEN = {
+    "JSON": json.dumps(TURNS),
+    "JSON on lines": json.dumps(TURNS, indent=2),
+    "JSON within JSON": json.dumps(json.dumps(TURNS)),
+    "Python": repr(TURNS),
+    "numpy": str(np.array(TURNS)),
+    "numpy's repr": repr(np.array(TURNS)),
+    "an object": json.dumps(TURNS[1]),
+    "parts": json.dumps([{"type": "text", "text": "1+1?"}]),
+    "ShareGPT": json.dumps([{"from": "human", "value": "1+1?"}]),
+    "a class": "[ChatMessage(role='user', content='1+1?')]",
+    "cut off": json.dumps(TURNS)[:-9],
+    "pairs": repr([("user", "1+1?")]),
+    "a list of texts": '["What is 1+1?"]',
+    "bytes": repr(b"What is 1+1?"),
+    "no cell": "nan",
+    "None": "None",
+}
+MEDIA = """<image> <IMG> <img> <image_1> <|image_1|> <image~1> <|image_pad|> <|vision_start|> <start_of_image>
+    <im_patch> <image_soft_token> <video> <|video_pad|> <audio> <|AUDIO|> <|audio_bos|> <speech> <ImageHere>
+    <|media_begin|> [IMG] [IMAGE] [image_1]
+    [AUDIO] <img~src="a.png"/> ![figure](a.png) data:image/png;base64,iVBOR""".split()
+TEXTS = [  # of GSM8K, of MATH, and as a problem may be written
+    "[1, 2, 3]", "{1, 2} and [a, b]", "(3, 4)", "[asy]\ndraw((0,0)--(1,1));\n[/asy] What is the area?", "$[0, 1)$",
+    "What is the image of f?", "Is a<b and c>d?", "If x < 3 and image > 2?", "$\\text{image}(A)$", "The <think> token?",
+    "{x | x > 2}", "Nan buys 3 pens.", "n! [a] (b)", '"Who?", asked Tom.', "<b>1+1</b>",
+    "A list ['a', 'b'] has how many members?", "12", "What does {'a': 1}['a'] give?", "A video costs 3 dollars.",
+]  # fmt: skip
+
+
+def refused(path: Path, rows: list[Any], **section: Any) -> str:
+    """The message with which reading the file is refused; it begins with file and row."""
+    write_jsonl(path, rows)
+    columns = section.get("columns")
+    with pytest.raises(InputError) as caught:
+        question_files.read(path, columns)
+    number = len(rows)
+    assert str(caught.value).startswith(f"{path}, row {number}: "), caught.value
+    return str(caught.value).removeprefix(f"{path}, row {number}: ")
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_list_an_object_or_an_empty_cell_written_as_text_is_refused_with_row_and_column(
+    case: str, tmp_path: Path
+) -> None:
+    text, path = WRITTEN[case], tmp_path / "rows.jsonl"
+    gold = {"reward_model": {"ground_truth": "2"}}
+    for column, row in {
+        "question": {"question": text, "answer": "#### 2"},
+        "messages": {"messages": text, "answer": "#### 2"},
+        "prompt": {"prompt": text, **gold},
+        "content": {"messages": [{"role": "user", "content": text}], "answer": "#### 2"},
+        "extra_info.question": {"prompt": [USER], "extra_info": {"question": text}, **gold},
+    }.items():
+        assert refused(path, [ROWS[0] if column == "question" else row, row][-1:], columns=None).startswith(
+            f"{column}: "
+        )
+    own = {"question": "q.text", "answer": "a"}
+    assert refused(path, [{"q": {"text": "1?"}, "a": 2}, {"q": {"text": text}, "a": "2"}], columns=own).startswith(
+        "q.text"
+    )
+    section = data(source="file", columns=own, few_shot_path=str(path))
+    with pytest.raises(InputError, match="rows.jsonl, row 2: q.text: found "):
+        data_gsm8k.few_shot(section, [])
+
+
+@pytest.mark.parametrize("case", ["JSON", "Python", "numpy", "an object", "JSON within JSON", "ShareGPT"])
+def test_turns_written_as_text_are_no_answer(case: str, tmp_path: Path) -> None:
+    rows = [{"q": "1?", "a": "[2, 5)"}, {"q": "2?", "a": WRITTEN[case]}]
+    assert "a: found " in refused(tmp_path / "rows.jsonl", rows, columns={"question": "q", "answer": "a"})
+
+
+@pytest.mark.parametrize("mark", MEDIA)
+def test_a_mark_of_a_medium_is_refused_with_row_and_column(mark: str, tmp_path: Path) -> None:
+    mark = mark.replace("~", " ")
+    for text in (mark, f"{mark}\nHow many?", f"What is in {mark}?"):
+        said = refused(tmp_path / "rows.jsonl", [ROWS[0], {"question": text, "answer": "#### 2"}])
+        assert said.startswith("question: found ") and "medium" in said
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_only_looks_similar_is_a_question(text: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": text, "answer": "[1, 2]"}])
+    (row,) = question_files.read(path, {"question": "question", "answer": "answer"})[0]
+    assert (row.question, row.gold) == (text, "[1, 2]")
+
+
+FULL = {
+    "images": ["a.png"], "image": {"bytes": None, "path": "a.png"}, "Image": "a.png", "image_1": "a.png",
+    "imageUrl": "u", "video": "a.mp4", "videos": [[0.5]], "audio": {"array": [0.1], "sampling_rate": 3},
+    "tools": [{"name": "calculator"}], "tools_json": "[{}, 1]", "files": ["a.csv"], "file": "a.csv",
+    "multi_modal_data": {"image": ["a"]}, "documents": ["d"],
+    "has_image": True, "pixel_values": [[1]], "functions": [{"name": "f"}], "attachments": ["a"], "image-path": "a.png",
+}  # fmt: skip
+UNFILLED = [None, "", [], {}, "[]", "null", [None], {"bytes": None, "path": ""}, False, 0, float("nan"), "None", [""]]
+
+
+@pytest.mark.parametrize("column", FULL)
+def test_a_filled_column_that_changes_the_question_is_refused_with_row_and_column(column: str, tmp_path: Path) -> None:
+    path, own = tmp_path / "rows.jsonl", {"question": "question", "answer": "answer"}
+    plain = {"question": "How many?", "answer": "#### 2"}
+    for columns in (None, own):
+        for empty in UNFILLED:
+            write_jsonl(path, [plain | {column: empty}])
+            assert question_files.read(path, columns)[0][0].question == "How many?"
+        rows = [plain, {**plain, "question": "And now?", column: FULL[column]}]
+        assert refused(path, rows, columns=columns).startswith(f"{column}: found ")
+    turn = {"role": "user", "content": "How many?", column: FULL[column]}
+    assert refused(path, [{"messages": [turn], "answer": "#### 2"}]).startswith(f"{column}: found ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"level": 5, "type": "Algebra", "unique_id": "test/a.json", "subject": "Tools", "source": "images"},
+        {"filename": "a.json", "significant_figures": 3, "url": "http://a", "imagery": "vivid", "solution": "<image>"},
+    ],
+)
+def test_columns_that_change_nothing_are_kept(row: dict, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [row | {"question": "1?", "answer": "#### 2"}])
+    assert question_files.read(path)[0][0].columns.items() >= row.items()
+
+
+def test_the_column_that_is_asked_or_answered_is_no_column_beside_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"function": "x^2", "image": "4"}])
+    assert question_files.read(path, {"question": "function", "answer": "image"})[0][0].gold == "4"
+
+
+def test_two_columns_of_one_name_and_equal_keys_are_refused(tmp_path: Path) -> None:
+    """One of the two would be lost without a word."""
+    path = tmp_path / "rows.jsonl"
+    assert "differ only in case" in refused(path, [{"Question": "1?", "question": "2?", "answer": "#### 2"}])
+    for name, text in (
+        ("rows.jsonl", '{"question": "1?", "question": "2?", "answer": "#### 2"}'),
+        ("rows.json", '[{"question": "1?", "answer": "#### 2", "more": {"a": 1, "a": 1}}]'),
+        ("again.json", '{"rows": [], "rows": [{"question": "1?", "answer": "#### 2"}]}'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=rf"{name}.*: '(question|a|rows)' is there twice"):
+            question_files.read(tmp_path / name)
+
+
 # ------------------------------------------------------------------------------------------------- files of any columns
 MATH = [  # rows of the form of MATH-500, made up
     {"problem": "What is $\\frac{1}{2}+\\frac14$?", "answer": " \\frac{3}{4}\n", "level": 2, "unique_id": "a.json"},
@@ -327,9 +502,9 @@ def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Pat
         ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
         ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
         ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; needed"),
-        ({"problem": "which DIGITS? {0}", "answer": "25"}, None),  # the same number
+        ({"problem": "Which  digits?\n{0}", "answer": "25"}, None),  # the same number
         (
-            {"problem": "which DIGITS? {0}", "answer": "x"},
+            {"problem": "Which  digits?\n{0}", "answer": "x"},
             "row 2: answer: x; {first}, row 2 has the same question with 025",
         ),
     ],
@@ -468,6 +643,27 @@ def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "is_wrong"),
+    [
+        ("chat_template.json", {"chat_template": "{{ messages }}"}, True),
+        ("chat_template.json", {"chat_template": tiny_model.CHAT_TEMPLATE + "\n"}, False),
+        ("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("chat_template.jinja", tiny_model.CHAT_TEMPLATE, False),
+    ],
+)
+def test_a_second_chat_template_is_refused_unless_it_is_the_same(
+    name: str, content: Any, is_wrong: bool, tmp_path: Path
+) -> None:
+    folder = make_model_dir(tmp_path)
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    if not is_wrong:
+        assert data_gsm8k.load_tokenizer(folder).chat_template.strip() == tiny_model.CHAT_TEMPLATE
+        return
+    with pytest.raises(InputError, match="chat_template.json|tokenizer_config.json: its chat template is not the one"):
+        data_gsm8k.load_tokenizer(folder)
+
+
 # --------------------------------------------------------------------------------- the parts before the question
 EXAMPLES = [
     Question.worked("What is 2 + 2?", "2 + 2 = 4\n#### 4"),
@@ -563,6 +759,156 @@ def test_a_template_that_ignores_what_it_is_given_is_refused(case: str, tokenize
     tokenizer.chat_template, section, message = UNFIT[case]
     with pytest.raises(InputError, match=message):
         data_gsm8k.prompt_ids([("user", "Tom buys 24 shells on Monday.")], tokenizer, data(**section))
+
+
+# ------------------------------------------------------------------- the text of a special token, the end of a prompt
+def with_tokens(tokenizer: Any, special: str = "", plain: str = "", **flags: bool) -> Any:
+    """The tokenizer with another special token, and with one that is not special."""
+    if special:
+        tokenizer.add_tokens([AddedToken(special, special=True, **flags)], special_tokens=True)
+    if plain:
+        tokenizer.add_tokens([AddedToken(plain, special=False)])
+    return tokenizer
+
+
+SPECIAL = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "</s>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[INST]",
+    "|||E|||",
+]
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+@pytest.mark.parametrize(
+    "part", ["question", "system turn", "earlier answer", "gold", "system", "instruction", "example"]
+)
+def test_a_users_text_that_would_become_a_special_token_is_refused_with_the_row_and_the_token(
+    part: str, token: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with_tokens(tokenizer, token)
+    text = f"5 {token}\n and 6"
+    good = {"messages": [{"role": "user", "content": "1?"}], "a": "2"}
+    talk = [{"role": role, "content": "2?"} for role in ("system", "user", "assistant", "user")]
+    place = {"system turn": 0, "question": 3, "earlier answer": 2}.get(part)
+    if place is not None:
+        talk[place] = {**talk[place], "content": text}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [good, {"messages": talk, "a": text if part == "gold" else "2"}]))
+    plain = str(write_jsonl(tmp_path / "plain.jsonl", [good]))
+    shots = str(
+        write_jsonl(tmp_path / "shots.jsonl", [{"messages": talk[1:], "a": text if part == "example" else "3"}])
+    )
+    section = own(path, "messages", "a", test_path=path)
+    where = rf"{path}, row 2: "
+    if part in ("system", "instruction"):
+        section, where = own(plain, "messages", "a", test_path=plain, **{part: text}), f"data.{part}: "
+    elif part == "example":
+        section, where = own(plain, "messages", "a", test_path=plain, few_shot_path=shots), f"{shots}, row 1: "
+    for split in ("train", "test"):
+        with pytest.raises(InputError, match=f"^{re.escape(where)}") as caught:
+            data_gsm8k.load(section, split, tokenizer, seed=0)
+        assert repr(token) in str(caught.value)
+    good_section = own(plain, "messages", "a", system="Be brief.", instruction="Go.")
+    assert len(data_gsm8k.load(good_section, "train", tokenizer, seed=0)) == 1
+
+
+def test_a_special_token_is_found_as_the_tokenizer_finds_it(tokenizer: Any) -> None:
+    """By its own text alone, within a word, and in a normalised form where the tokenizer normalises."""
+    with_tokens(tokenizer, "<stop>", plain="<think>")
+    with_tokens(tokenizer, "WORD", single_word=True)
+    special = data_gsm8k.special_tokens(tokenizer)
+    for text, token in {
+        "a<stop>b": "<stop>", "<st op>": "", "< stop>": "", "<think>1</think>": "", "SWORDS": "", "a WORD.": "WORD",
+        "<|im_end|": "", "<|IM_END|>": "", "\U0001f34e": "",
+    }.items():  # fmt: skip
+        assert data_gsm8k.control_token(text, tokenizer, special) == token, text
+        ids = data_gsm8k.plain_ids(text, tokenizer)
+        assert tokenizer.decode(ids) == text and not special.keys() & set(ids)
+        read = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (ids == read) == (not token)  # a text without one keeps its ids, those of <think> included
+    lower = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    lower.backend_tokenizer.normalizer = Lowercase()
+    with_tokens(lower, "<eot>", normalized=True)
+    assert data_gsm8k.control_token("1 <EOT>", lower, data_gsm8k.special_tokens(lower)) == "<eot>"
+
+
+def test_a_letter_that_the_tokenizer_lacks_is_no_special_token() -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, "one": 1, "<end>": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="<end>")
+    special = data_gsm8k.special_tokens(tokenizer)
+    assert data_gsm8k.control_token("one \u00e4", tokenizer, special) == ""
+    assert data_gsm8k.control_token("one \u00e4 <end>", tokenizer, special) == "<end>"
+
+
+CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+FLAG, END = "{% if add_generation_prompt %}", "{% endif %}"
+TALK = "{{% for m in messages %}}{}{{% endfor %}}"
+BY_ROLE = "{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}{{% else %}}{}{{% endif %}}{{% endfor %}}"
+THINKING = TALK.format("{% if m.role == 'assistant' and loop.last %}<|im_start|>assistant\n<think>\n\n</think>\n\n"
+                       "{{ m.content }}<|im_end|>\n{% else %}" + CHATML + "{% endif %}")  # fmt: skip
+LLAMA = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+INTERN = BY_ROLE.format("<|Bot|>:{{ m.content }}<eoa>\n", "<|User|>:{{ m.content }}<eoh>\n")
+OPENING = {
+    "ChatML": f"{TALK.format(CHATML)}{FLAG}<|im_start|>assistant\n{END}",
+    "always": f"{TALK.format(CHATML)}<|im_start|>assistant\n",
+    "always, with a thought": f"{TALK.format(CHATML)}<|im_start|>assistant\n<think>\n",
+    "Mistral, which has no flag": BY_ROLE.format(" {{ m.content }}</s>", "[INST] {{ m.content }} [/INST]"),
+    "Gemma, with another role": TALK.format(
+        "<t>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content }}</t>\n"
+    )
+    + f"{FLAG}<t>model\n{END}",
+    "Qwen3, with an empty thought": f"{THINKING}{FLAG}<|im_start|>assistant\n{END}",
+    "R1, with a thought": BY_ROLE.format("<|A|>{{ m.content }}<|e|>", "<|U|>{{ m.content }}")
+    + f"{FLAG}<|A|><think>\n{END}",
+    "harmony, whose model writes the channel": TALK.format(
+        "<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|e|>"
+    )
+    + f"{FLAG}<|start|>assistant{END}",
+    "Llama 3": f"{TALK.format(LLAMA)}{FLAG}<|start_header_id|>assistant<|end_header_id|>\n\n{END}",
+    "Vicuna": BY_ROLE.format("ASSISTANT: {{ m.content }}</s>", "USER: {{ m.content }} ") + f"{FLAG}ASSISTANT:{END}",
+    "one question alone": "Question: {{ messages[-1].content }}\nAnswer:",
+    "one question, or an error": "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    "User: {{ messages[0].content }}\nAssistant:",
+    "InternLM": f"{INTERN}{FLAG}<|Bot|>:{END}",
+}
+CLOSED = {
+    "never": TALK.format(CHATML),
+    "another flag": f"{TALK.format(CHATML)}{{% if generate %}}<|im_start|>assistant\n{END}",
+    "the user's turn": f"{TALK.format(CHATML)}{FLAG}<|im_start|>user\n{END}",
+    "always the user's turn": f"{TALK.format(CHATML)}<|im_start|>user\n",
+    "a turn of nobody": f"{TALK.format(CHATML)}{FLAG}<|im_start|>{END}",
+    "an empty line": f"{TALK.format(CHATML)}{FLAG}\n{END}",
+    "opened and ended": f"{TALK.format(CHATML)}{FLAG}<|im_start|>assistant\n<|im_end|>\n{END}",
+    "only without the flag": f"{TALK.format(CHATML)}{{% if not add_generation_prompt %}}<|im_start|>assistant\n{END}",
+    "two kinds of ends": INTERN,
+    "Llama 3": TALK.format(LLAMA),
+    "the text alone": TALK.format("{{ m.content }}\n"),
+    "one question alone": "Question: {{ messages[-1].content }}\n",
+    "only after others": f"{TALK.format(CHATML)}{{% if messages | length > 1 %}}<|im_start|>assistant\n{END}",
+}
+
+
+def load_one(tokenizer: Any, template: str, folder: Path) -> data_gsm8k.Questions:
+    tokenizer.chat_template = template
+    path = str(write_jsonl(folder / "rows.jsonl", [{"question": "How many?", "answer": "#### 2"}]))
+    return data_gsm8k.load(data(source="gsm8k", train_path=path), "train", tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("case", OPENING)
+def test_a_template_that_begins_the_assistants_turn_is_taken(case: str, tokenizer: Any, tmp_path: Path) -> None:
+    assert len(load_one(tokenizer, OPENING[case], tmp_path)) == 1
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_a_template_that_does_not_begin_the_assistants_turn_is_refused_by_the_end_of_the_prompt(
+    case: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="a prompt ends with '.*' after the question, which does not begin the assist"):
+        load_one(tokenizer, CLOSED[case], tmp_path)
 
 
 def test_a_date_that_the_configuration_gives_needs_no_clock(tokenizer: Any) -> None:

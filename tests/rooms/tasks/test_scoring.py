@@ -19,7 +19,7 @@ import reward_gsm8k as reward
 from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
-from knobs import Config, RewardConfig
+from knobs import Config, DataConfig, EvalConfig, RewardConfig
 from run import check
 from runlog import run_record
 from tasks import math_answers
@@ -370,6 +370,48 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
     assert "no such file; needed: FILE.py:NAME" in refused(scored, RewardConfig(function=f"{path}:f"), "")
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import slow", ""),
+        ("from slow import x", ""),
+        ("import importlib; importlib.import_module('slow')", ""),
+        ("time.sleep(0.7); import slow", ""),
+        ("import slow; time.sleep(9)", "took more than 2 s and was ended"),
+        ("import slow; import slow; import broken", "ValueError: broken"),
+        ("import slow; import ends", "ended its process (exit code 5)"),
+    ],
+)
+def test_the_import_of_packages_takes_none_of_a_calls_seconds(body: str, said: str, tmp_path: Path, capfd) -> None:
+    """A function may import torch at its first call, which takes longer than any score."""
+    for name, text in (
+        ("slow", "import time, slower\ntime.sleep(2)\nx = 1\n"),
+        ("slower", "import time\ntime.sleep(1)\n"),
+        ("broken", "raise ValueError('broken')\n"),
+        ("ends", "import os\nos._exit(5)\n"),
+        ("own_reward", f"import time\ndef f(completion, gold, row):\n    {body}\n    return 1.0\n"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    reward = RewardConfig(function=f"{tmp_path}/own_reward.py:f", seconds=2.0)
+    if said:
+        assert said in refused(scored, reward, "a")
+    else:
+        assert scored(reward, "a", "b") == [Score(1.0, True, True)] * 2
+
+
+def test_a_right_answer_below_1_is_refused_with_the_question_the_score_and_the_rule(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("def f(completion, gold, row):\n    return 0.25 * len(row['question'])\n")
+    reward = RewardConfig(function=f"{tmp_path}/half.py:f")
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "5?", "answer": "#### 5"}\n')
+    section = DataConfig(source="gsm8k", train_path=str(path), test_path=str(path))
+    scorer = Scorer(reward)
+    said = refused(check.check_answers, reward, section, EvalConfig(), scorer)
+    scorer.close()
+    assert "finds 1 of 2 gold training answers not correct, with the score 0.5 for '5?'" in said, said
+    assert "'#### 5'" in said and "a score alone is correct from 1.0 on" in said and "base_acc" not in said
+
+
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
     """As the killer of processes of a system without memory does it."""
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
@@ -541,8 +583,8 @@ def inputs() -> grpo.LossInputs:
         (lambda: functions.advantage(f"{OWN}:infinite")(torch.ones(2, 3)), "NaN or infinity; needed: finite"),
         (lambda: functions.advantage(f"{OWN}:loss")(torch.ones(2, 3)), "AttributeError: 'Tensor' object has no"),
         (lambda: functions.advantage(f"{OWN}:two"), "missing a required argument"),
-        (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned Tensor; needed: the losses (1, 2)"),
-        (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "for the losses Tensor; needed: shape (1, 2)"),
+        (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned (1, 2); needed: the losses (1, 2)"),
+        (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "for the losses (); needed: shape (1, 2)"),
     ],
 )
 def test_a_fault_of_an_advantage_or_a_loss_is_one_line(call, said: str) -> None:

@@ -238,6 +238,29 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
         index('{"weight_map": {"a": "model-00002.safetensors"}}'),
         "index.json: names model-00002.safetensors, which is not in",
     ),
+    "an older file beside shards": (
+        lambda d: (
+            index('{"weight_map": {"a": "new.safetensors"}}')(d),
+            shutil.copy(d / "model.safetensors", d / "new.safetensors"),
+        ),
+        "model.safetensors: not in model.safetensors.index.json, so these are other weights; needed: one set",
+    ),
+    "an adapter beside shards": (
+        lambda d: save_file({NORM: torch.ones(64)}, d / "adapter_model.safetensors"),
+        "adapter_model.safetensors: holds a LoRA adapter beside the weights; merge it or remove it",
+    ),
+    "an adapter of older programs": (
+        lambda d: (d / "adapter_model.bin").write_bytes(b""),
+        "adapter_model.bin: holds a LoRA adapter",
+    ),
+    "the settings of an adapter": (
+        lambda d: (d / "adapter_config.json").write_text("{}"),
+        "adapter_config.json: holds a LoRA",
+    ),
+    "an index with a key twice": (
+        index('{"weight_map": {"a": "model.safetensors", "a": "other.safetensors"}}'),
+        "index.json: not valid JSON .'a' is there twice",
+    ),
     "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
 }
 
@@ -252,6 +275,13 @@ def test_broken_files_are_refused_in_one_line(what, model_dir):
         huggingface.read_model(model_dir, arch)
     assert str(model_dir) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_in_other_formats_are_named(model_dir: Path) -> None:
+    assert huggingface.unread_weights(model_dir) == []
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "model.gguf"):
+        (model_dir / name).write_bytes(b"")
+    assert huggingface.unread_weights(model_dir) == ["consolidated.00.pth", "model.gguf", "pytorch_model.bin"]
 
 
 def refusals(parallel: Parallel, folders: list[Path]) -> list[str]:
