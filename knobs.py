@@ -3,6 +3,7 @@
 inputs/config.py reads a YAML file into these classes. P prompts a step, G completions a prompt, R LoRA rank.
 """
 
+import enum
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,10 +130,6 @@ class RolloutConfig(Section):
     dynamic_rounds: int = knob(0, "rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
     max_new_tokens: int = knob(1024, "longest completion in tokens, its end token included", ge=1, le=2**20)
     temperature: float = knob(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
-    ranks: int = knob(
-        0, "the last N ranks sample, one step ahead of the others, which train (rollout.staleness 1); 0: all do both",
-        ge=0, le=2**16,
-    )  # fmt: skip
     staleness: int = knob(0, "steps by which the policy that samples is older than the trained one", ge=0, le=64)
 
     @property
@@ -336,6 +333,15 @@ class TrainConfig(Section):
         return steps_done == self.steps or (every > 0 and steps_done % every == 0)
 
 
+class Merging(enum.IntEnum):
+    """Where the update (alpha / R) B A is merged into the weights in model.dtype; each value includes those before."""
+
+    NOWHERE = 0  # the engine gets the factors, apart from the weights
+    PUSHES = 1  # in what the engine gets; the trainer adds the update to a layer's output, in fp32 1e-7 beside it
+    PASSES = 2  # in the trainer's passes, too, so that what is trained is the rounded policy that samples
+    ONCE = 3  # for both in one memory, where an engine's ranks hold the trainer's experts
+
+
 class Config(Section):
     name: str = knob(
         "unnamed", "start of the run folder's name", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150
@@ -372,23 +378,15 @@ class Config(Section):
         return self.checks.logp_gap_bf16 if self.model.dtype == "bf16" else LOGP_GAP_FP32
 
     @property
-    def keeps_factors_apart(self) -> bool:
-        """Whether the sampler gets the LoRA factors, instead of merged weights."""
-        apart_by_default = self.rollout.kind.prefers_factors and self.model.dtype == "bf16"
-        return self.rollout.sync == "adapter" or (self.rollout.sync == "auto" and apart_by_default)
-
-    @property
-    def trains_merged(self) -> bool:
-        """Whether the trainer's passes use the merged weights that are pushed, rounded to model.dtype.
-
-        In fp32 the rounding is 1e-7 of a weight.
-        """
-        return self.model.dtype == "bf16" and not self.keeps_factors_apart
-
-    @property
-    def shares_merged(self) -> bool:
-        """Whether the trainer may compute with the sampler's merged weights: they are those of the same policy."""
-        return self.trains_merged and not self.rollout.staleness
+    def merging(self) -> Merging:
+        """Where the LoRA update is merged into the weights."""
+        rollout, is_bf16 = self.rollout, self.model.dtype == "bf16"
+        apart_by_default = rollout.kind.prefers_factors and is_bf16
+        if rollout.sync == "adapter" or (rollout.sync == "auto" and apart_by_default):
+            return Merging.NOWHERE
+        if not is_bf16:
+            return Merging.PUSHES
+        return Merging.PASSES if rollout.staleness else Merging.ONCE  # the policy that samples is another, or the same
 
     @property
     def earlier_passes(self) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -106,11 +106,8 @@ class Learner:
         self.trained = [sequence for update in updates for sequence in update.trained]
         trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
 
-        # Log-probs that stay the same while this rollout is learned.
-        self._add_stale_logp(updates, timer)
+        self._add_logprobs(updates, timer)
         self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
-        self._add_old_logp(updates, timer)
-        self._add_reference_logp(updates, timer)
 
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
@@ -193,41 +190,30 @@ class Learner:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
-    def _add_stale_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs of the older policy that sampled: for the metrics of the gap to the sampler, not for the loss."""
-        if not self.cfg.rollout.staleness:
-            return
-        with self.sampling_policy(), timer.phase("old_logp"):
-            for micro in all_micro_batches(updates):
-                micro.stale_logp = self._logp(micro)
+    def _add_logprobs(self, updates: list[Update], timer: StepTimer) -> None:
+        """Log-probs that stay the same while this rollout is learned, on the routes of the update.
 
-    def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs before this rollout's first optimizer step, which the ratios of later updates are relative to.
-
-        The first update has no such pass: its own log-probs are those of that policy, so its ratio is 1. Under replay
-        r2 all updates have the pass, because it also records their routes.
+        The first update needs no pass of the old policy: its own log-probs are those of that policy, so its ratio is 1.
+        Under replay r2 it has the pass, because this also records its routes.
         """
-        if self.cfg.replay.mode == "r2":
-            with timer.phase("old_logp"):
-                for micro in all_micro_batches(updates):
-                    self._record_routes(micro)
-        elif len(updates) > 1:
-            with timer.phase("old_logp"):
-                for micro in all_micro_batches(updates[1:]):
-                    micro.old_logp = self._logp(micro)
-
-    def _add_reference_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs of the base model, on the routes of the update."""
-        if self.cfg.loss.kl == "none":
-            return
-        with timer.phase("reference"):
-            for update in updates:
-                for micro in update.micro_batches:
-                    with self.policy.reference():
-                        micro.ref_logp = self._logp(micro)
-                    # Once in a run, on the first micro-batch that trains.
-                    if self.reference_gap is None and update.trained and "reference_kl" not in self.cfg.checks.off:
-                        self.reference_gap = self._reference_gap(micro)
+        cfg, logp = self.cfg, self._logp
+        all_of, later = all_micro_batches(updates), all_micro_batches(updates[1:])
+        records = cfg.replay.mode == "r2"
+        for phase, policy, needed, micros, field, of in (
+            # of the policy that sampled: for the metrics of the gap to the sampler, not for the loss
+            ("old_logp", self.sampling_policy, cfg.rollout.staleness, all_of, "stale_logp", logp),
+            # before the first optimizer step: what the ratios of later updates are relative to
+            ("old_logp", contextlib.nullcontext, records, all_of, "old_logp", self._recording),
+            ("old_logp", contextlib.nullcontext, later and not records, later, "old_logp", logp),
+            ("reference", self.policy.reference, cfg.loss.kl != "none", all_of, "ref_logp", logp),
+        ):
+            if needed:
+                with timer.phase(phase), policy():
+                    for micro in micros:
+                        setattr(micro, field, of(micro))
+        trained = [update.micro_batches[0] for update in updates if update.trained]
+        if trained and cfg.loss.kl != "none" and self.reference_gap is None and "reference_kl" not in cfg.checks.off:
+            self.reference_gap = self._reference_gap(trained[0])  # once in a run
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:
@@ -236,11 +222,11 @@ class Learner:
             return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
-    def _record_routes(self, micro: MicroBatch) -> None:
-        """Give ``micro`` old_logp on the trainer's own routes, and these routes, which it replays from now on."""
+    def _recording(self, micro: MicroBatch) -> Tensor:
+        """The log-probs on the trainer's own routes, which ``micro`` gets and replays from now on."""
         micro.replayed = micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
-        micro.old_logp = stats.logp
+        return stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
         """Mean difference of ref_logp from a policy whose B is 0, so that its adapters change nothing, nats a token.
@@ -447,6 +433,5 @@ class Learner:
         return True
 
 
-def all_micro_batches(updates: list[Update]) -> Iterator[MicroBatch]:
-    for update in updates:
-        yield from update.micro_batches
+def all_micro_batches(updates: list[Update]) -> list[MicroBatch]:
+    return [micro for update in updates for micro in update.micro_batches]

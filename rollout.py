@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,45 +128,53 @@ def sample(
     seed, the step, the round and the index of its prompt, but not on the rank that samples it. With ``indices``, only
     the questions at these indices get completions; the rows of the others are 0.
     """
-    replicas, of_round = parallel.world_size // settings.tensor, (round_,) if round_ else ()
-    own_indices = own_prompts(len(asked), settings.tensor, parallel)
-    sampled = [index for index in own_indices if indices is None or index in indices]
-    own = [asked[index] for index in sampled]
+    own = [p for p in own_prompts(len(asked), settings.tensor, parallel) if indices is None or p in indices]
     completions = engine.sample(
-        [question.prompt for question in own],
-        seeds=[derive_seed(seed, "rollout", step, index, *of_round) for index in sampled],
+        [asked[p].prompt for p in own],
+        seeds=[derive_seed(seed, "rollout", step, p, *([round_] if round_ else [])) for p in own],
         num_samples=settings.group_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         return_routed_experts=routed_experts,
     )
-    # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
-    longest, num_own = settings.max_new_tokens, len(range(0, len(asked), replicas))
-    integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
-    reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
-    scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
-    for index, group in zip(sampled, completions, strict=True):
-        i = index // replicas
-        for j, answer in enumerate(group):
-            n = len(answer.tokens)
-            integers[i, j, :n] = torch.tensor(answer.tokens)
-            integers[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
-            reals[i, j, :n] = torch.tensor(answer.logp)
-            reals[i, j, longest:] = torch.tensor(next(scores), dtype=torch.float32)
+    answers = [(p, j, one) for p, group in zip(own, completions, strict=True) for j, one in enumerate(group)]
+    scores = score([(asked[p], one) for p, _, one in answers])
+    fields = gathered(answers, scores, len(asked), settings, parallel)
+    return Rollout(prompts=[question.prompt for question in asked], ranks_alike=settings.tensor, **fields), completions
+
+
+def gathered(
+    answers: list[tuple[int, int, Completion]],
+    scores: list[Score],
+    count: int,
+    settings: RolloutConfig,
+    parallel: Parallel,
+) -> dict[str, Any]:
+    """The fields of a Rollout of ``count`` prompts from all ranks' ``answers``, which are 0 where nobody has any.
+
+    An answer is (index of the prompt, number in its group, completion). Collective: one message of integers and one of
+    fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
+    """
+    replicas, longest = parallel.world_size // settings.tensor, settings.max_new_tokens
+    shape = len(range(0, count, replicas)), settings.group_size
+    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, whether they were cut off
+    reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # log-probs, and the three numbers of a Score
+    for (p, j, one), scored in zip(answers, scores, strict=True):
+        row, n = (p // replicas, j), len(one.tokens)
+        integers[row][:n], reals[row][:n] = torch.tensor(one.tokens), torch.tensor(one.logp)
+        integers[row][longest:] = torch.tensor([n, one.finish_reason == "length"])
+        reals[row][longest:] = torch.tensor(scored, dtype=torch.float32)
     by_rank = (parallel.gather_rows(x) for x in (integers, reals))
-    integers, reals = (in_prompt_order(x, len(asked), settings.tensor) for x in by_rank)
-    batch = Rollout(
-        prompts=[question.prompt for question in asked],
-        tokens=integers[..., :longest].flatten(0, 1),
-        logp=reals[..., :longest].flatten(0, 1),
-        lengths=integers[..., longest].flatten().tolist(),
-        truncated=integers[..., longest + 1].flatten().bool(),
-        rewards=reals[..., longest],
-        parsable=reals[..., longest + 1],
-        correct=reals[..., longest + 2],
-        ranks_alike=settings.tensor,
-    )
-    return batch, completions
+    integers, reals = (in_prompt_order(x, count, settings.tensor) for x in by_rank)
+    return {
+        "tokens": integers[..., :longest].flatten(0, 1),
+        "lengths": integers[..., longest].flatten().tolist(),
+        "truncated": integers[..., longest + 1].flatten().bool(),
+        "logp": reals[..., :longest].flatten(0, 1),
+        "rewards": reals[..., longest],
+        "parsable": reals[..., longest + 1],
+        "correct": reals[..., longest + 2],
+    }
 
 
 def score_completions(

@@ -5,7 +5,7 @@ with LoRA merged. Every push starts from the clean weights, so noise never adds 
 the trainer, the reference and the evaluations do not.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from engines.probe import Probe
 from facts.architectures import modules
 from facts.exits import InputError, Tripped
 from hardware import device as devices
-from knobs import Config
+from knobs import Config, Merging
 from lora_megatron import LoRAGroupedLinear
 from model.megatron_model import GroupedLinear
 from parallel_setup import gather
@@ -30,47 +30,102 @@ from weights.policy import Policy
 FLAT = 2.0
 
 
-class Push:
-    """The only path from the policy to the engine. Every rank makes the same calls.
+# ------------------------------------------------------------------------------------------------ the ways
 
-    Collective: every rank pushes the same whole tensors to its own engine. With rollout.expert_parallel it pushes its
-    own shards instead, without communication.
-    """
+Stream = Iterator[tuple[str, Tensor]]
+
+
+class Tensors:
+    """The engine gets whole tensors with LoRA merged, which every rank gathers from all ranks. Collective."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        """What load_weights takes, with the tensors that training changes; ``only``, ``experts``: huggingface.export"""
+        of = self.policy
+        return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
+
+    def start(self, push: "Push") -> None:
+        """Give the engine the whole model."""
+        push.engine.load_weights(push._export())
+
+    def send(self, push: "Push", through: Callable[[Stream], Stream]) -> None:
+        """Give the engine what training or noise changes, ``through`` what watches the tensors."""
+        if push.stacks:
+            push.engine.load_stacks(through(push._merged_stacks()))
+        push.engine.load_weights(through(push._export(set(push.clean_norms))))
+
+
+class Shards(Tensors):
+    """Every rank copies its own shards into its engine, without communication (rollout.expert_parallel)."""
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        of = self.policy
+        return vllm_colocated.shards(of.model, of.arch, of.parallel, only=only, experts=experts)
+
+
+class Factors(Tensors):
+    """The engine keeps the base weights and gets the LoRA factors, whole (rollout.sync adapter). Collective."""
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        of = self.policy
+        return huggingface.export(of.model, of.arch, of.parallel, only=only, merge=False, experts=experts)
+
+    def start(self, push: "Push") -> None:
+        super().start(push)
+        push.engine.load_adapter(dict(self.policy.whole()))
+
+    def send(self, push: "Push", through: Callable[[Stream], Stream]) -> None:
+        if push.clean_norms:
+            push.engine.load_weights(through(push._export(set(push.clean_norms))))
+        push.engine.load_adapter(dict(through(self.policy.whole())))
+
+
+def way_of(cfg: Config) -> type[Tensors]:
+    """The way in which the policy of a run goes to its engine."""
+    if cfg.merging is Merging.NOWHERE:
+        return Factors
+    return Shards if cfg.rollout.expert_parallel else Tensors
+
+
+def make_room(cfg: Config, policy: Policy) -> None:
+    """Keep experts that the engine is going to share on the host until then: the device never holds them twice."""
+    device, layout = policy.parallel.device, grid.of(cfg.parallel, cfg.rollout, policy.parallel.world_size)
+    shares = parameters.has_stacks(cfg, layout, device.type) and parameters.shared_experts(cfg, policy.arch, layout)[0]
+    if cfg.merging is Merging.NOWHERE and shares:
+        for module in policy.model.modules():
+            if isinstance(module, GroupedLinear):
+                module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
+        devices.release(device)
+
+
+# ------------------------------------------------------------------------------------------------ the push
+
+
+class Push:
+    """The only path from the policy to the engine, in one of the ways above. Every rank makes the same calls."""
 
     def __init__(self, cfg: Config, policy: Policy, engine: Engine) -> None:
         """Push the whole model. InputError for noise targets that it does not have."""
         self.cfg, self.policy, self.engine = cfg, policy, engine
         self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
-        self.probe = Probe(engine, policy, cfg.rollout)
+        self.probe, self.way = Probe(engine, policy, cfg.rollout), way_of(cfg)(policy)
         self.stacks: dict[str, Stack] = {}
         self.clean_norms: dict[str, Tensor] = {}  # of the norms that noise changes
         if cfg.aqn.schedule != "off":
             norms = aqn.norm_targets(self.arch, cfg.aqn.targets)
             self.clean_norms = aqn.clean_norms(self._export(set(norms)), norms)
-        engine.load_weights(self._export())
-        if cfg.keeps_factors_apart:
-            engine.load_adapter(dict(policy.whole()))
+        self.way.start(self)
         self.stacks = self._usable_stacks()
         self.shared_bytes = self._share_experts()
-
-    @staticmethod
-    def frozen_experts_to_host_(model: torch.nn.Module, device: torch.device) -> None:
-        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
-        for module in model.modules():
-            if isinstance(module, GroupedLinear):
-                module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
-        devices.release(device)
+        if not self.shared_bytes:  # what make_room has moved away
+            self.model.to(self.parallel.device)
 
     def _usable_stacks(self) -> dict[str, Stack]:
         """The engine's stacks, if they are on every rank what the plan assumes; else {} on every rank. Collective."""
         layout = grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)
-        if not parameters.has_stacks(
-            self.cfg.rollout,
-            layout,
-            self.parallel.device.type,
-            routes=self.cfg.replay.mode == "r3",
-            adapter=self.cfg.keeps_factors_apart,
-        ):
+        if not parameters.has_stacks(self.cfg, layout, self.parallel.device.type):
             return {}
         expected = range(self.arch.num_experts)
         if parameters.splits_as_trainer(layout):
@@ -82,18 +137,18 @@ class Push:
     def _share_experts(self) -> int:
         """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
 
-        The trainer then computes with the merged experts that sample (Config.shares_merged). Frozen experts that are
+        The trainer then computes with the merged experts that sample (Merging.ONCE). Frozen experts that are
         pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
         layout; then no rank shares anything, and the engines get their experts by name. Collective.
         """
         own, fits, shared = huggingface.own_experts(self.arch, self.parallel), True, []
         for name, linear in self._experts() if self.stacks else ():
             (memory, experts), base = self.stacks[name], getattr(linear, "base", linear)
-            merged = linear is not base and not self.cfg.keeps_factors_apart
+            merged = linear is not base and self.cfg.merging > Merging.NOWHERE
             if not merged and base.quantisation != "none":
                 continue
             fits &= torch.equal(self._for_engine(linear.weight() if merged else base.weight.to(memory.device)), memory)
-            if self.cfg.shares_merged or not merged:
+            if self.cfg.merging is Merging.ONCE or not merged:
                 mine = memory if own == experts else memory[own.start : own.stop]
                 shared.append((linear if merged else base, mine))
         if self.parallel.max_over_ranks(float(not fits)):
@@ -118,16 +173,9 @@ class Push:
             return local
         return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
-    def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see huggingface.export.
-
-        Routed experts are not among them if the engine has `stacks`, which brings them.
-        """
-        model, arch, parallel, experts = self.model, self.arch, self.parallel, not self.stacks
-        if self.cfg.rollout.expert_parallel:
-            return vllm_colocated.shards(model, arch, parallel, only=only, experts=experts)
-        merge = not self.cfg.keeps_factors_apart
-        return huggingface.export(model, arch, parallel, only=only, merge=merge, experts=experts)
+    def _export(self, only: set[str] | None = None) -> Stream:
+        """The tensors that the engine takes; no routed experts if it has `stacks`, which bring them."""
+        return self.way.tensors(only, experts=not self.stacks)
 
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
@@ -150,6 +198,11 @@ class Push:
     def clean(self) -> None:
         """Push the policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
         self._push_policy()
+
+    def differing_layer(self, probe: list[int], bound: float) -> str:
+        """The layer in which sampler and trainer differ by more than ``bound`` on ``probe``, after another push."""
+        self.clean()
+        return self.probe.first_differing_layer(probe, bound)
 
     def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
         """Push the policy as training samples from it at ``step`` (from 0): with noise.  -> metrics
@@ -206,37 +259,27 @@ class Push:
 
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
         """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
-        adapter_only = self.cfg.keeps_factors_apart
         sums: list[Tensor] = []
         targets: dict[str, Tensor] = {}
-        if self.stacks and not adapter_only:
-            self._load(self.engine.load_stacks, self._summed(self._merged_stacks(), sums, targets))
-        if self.clean_norms or not adapter_only:
-            self._load(self.engine.load_weights, self._summed(self._export(set(self.clean_norms)), sums, targets))
-        if adapter_only:
-            factors = dict(self.policy.whole())
-            sums = [factor.sum(dtype=torch.float32) for factor in factors.values()]
-            self._load(self.engine.load_adapter, factors)
+        self._load(self.way.send, self, lambda stream: self._summed(stream, sums, targets))
         return _total(sums), targets
 
-    def _load(self, load: Callable, tensors: object) -> None:
+    def _load(self, load: Callable, *what: object) -> None:
         """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
         try:
-            load(tensors)
+            load(*what)
         except InputError as error:
             raise Tripped(
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _merged_stacks(self) -> Iterator[tuple[str, Tensor]]:
+    def _merged_stacks(self) -> Stream:
         """The stacks of experts that LoRA adapts. Collective."""
         for name, linear in self._experts():
             if isinstance(linear, LoRAGroupedLinear):
                 yield name, self._for_engine(linear.weight())
 
-    def _summed(
-        self, stream: Iterable[tuple[str, Tensor]], sums: list[Tensor], targets: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _summed(self, stream: Stream, sums: list[Tensor], targets: dict[str, Tensor]) -> Stream:
         """``stream``; a tensor that noise changes is added to ``targets``, the sum of any other one to ``sums``."""
         for name, tensor in stream:
             if name in self.clean_norms:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import parallel_setup
 from facts.exits import InputError
 from inputs import config
-from inputs.rules import side_of
 from knobs import Config
 
 
@@ -48,15 +47,11 @@ def ask(
     if args.config is None:
         raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
     cfg = config.load_config(args.config, args.overrides)
-    side = side_of(cfg, parallel_setup.launched_world_size(), rank)
-    refuse(side.cfg, side.ranks)
-    own = side if side.name else None
-    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, own) as device:
-        right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
-        if rank == side.first:
-            print(f"{side.name}: {text}" if side.name else text, flush=True)
+    refuse(cfg, parallel_setup.launched_world_size())
+    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
+        right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))
+        if rank == 0:
+            print(text, flush=True)
             if args.json:
-                path = Path(args.json)
-                path = path.with_name(f"samplers-{path.name}") if side.first else path
-                path.write_text(json.dumps(figures, indent=1) + "\n")
+                Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if right else 1

@@ -30,7 +30,6 @@ from data_gsm8k import Question
 from engines import factory
 from engines.interface import Engine
 from facts.architectures import Architecture
-from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
@@ -314,8 +313,6 @@ def as_text(figures: dict) -> list[str]:
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError unless the two layers fit the layout of the ranks."""
     arch = hf_config.parse(settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens))
-    if cfg.rollout.ranks:
-        raise InputError("rollout.ranks: --layers needs trainer and sampler on the same ranks; needed: 0")
     refuse_first(problems(cfg, arch, ranks))
 
 

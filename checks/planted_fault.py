@@ -25,6 +25,7 @@ from facts.exits import InputError
 from facts.seeds import derive_seed
 from inputs.config import command
 from inputs.files import shown
+from knobs import Merging
 
 Function = Callable[..., Any]
 
@@ -115,7 +116,7 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
         def __init__(self, cfg: Any, policy: Any, engine: Any) -> None:
             if cfg.aqn.schedule != "off":
                 raise InputError(f"aqn.schedule: {cfg.aqn.schedule}; needed with a fault that rounds weights: off")
-            if cfg.keeps_factors_apart:
+            if cfg.merging is Merging.NOWHERE:
                 raise InputError(f"rollout.sync: {cfg.rollout.sync}; needed with a fault that rounds weights: merged")
             self.matrices = {name for name in tensor_shapes(policy.arch) if name.endswith("_proj.weight")}
             super().__init__(cfg, policy, engine)

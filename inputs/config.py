@@ -284,7 +284,7 @@ REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or lea
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib", "rollout.ranks"}
+    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
     | REPLACED.keys()

@@ -6,7 +6,7 @@ import math
 from facts.architectures import Architecture, Module, every_module, modules, over_layers
 from facts.engines import whole_experts
 from facts.limits import PIECE, int4_bytes, merged_together
-from knobs import LoraConfig, RolloutConfig
+from knobs import Config, LoraConfig, Merging
 from plan import grid
 from plan.grid import RankGrid
 
@@ -67,17 +67,16 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
-def has_stacks(rollout: RolloutConfig, layout: RankGrid, device: str, *, routes: bool, adapter: bool) -> bool:
+def has_stacks(cfg: Config, layout: RankGrid, device: str) -> bool:
     """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
 
     Push asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
-    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere. ``routes``:
-    the engine records them. ``adapter``: it gets the factors apart from the weights.
+    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere.
     """
-    packs = device in rollout.kind.packs_on or layout.role == "trainers"
+    packs = device in cfg.rollout.kind.packs_on
     fits = layout.engine_expert == 1 or splits_as_trainer(layout)
-    whole = whole_experts(device, routes=routes, adapter=adapter)
-    splits_each = layout.engine_expert > 1 and not (whole or rollout.expert_parallel)
+    whole = whole_experts(device, routes=cfg.replay.mode == "r3", adapter=cfg.merging is Merging.NOWHERE)
+    splits_each = layout.engine_expert > 1 and not (whole or cfg.rollout.expert_parallel)
     return not packs and fits and not splits_each
 
 
@@ -86,17 +85,15 @@ def splits_as_trainer(layout: RankGrid) -> bool:
     return layout.engine_expert == layout.expert
 
 
-def shared_experts(
-    arch: Architecture, lora: LoraConfig, layout: RankGrid, *, adapter: bool, shares_merged: bool, shares_frozen: bool
-) -> tuple[int, int]:
+def shared_experts(cfg: Config, arch: Architecture, layout: RankGrid) -> tuple[int, int]:
     """Parameters of frozen and of merged experts that trainer and engine of a rank hold once, if it has_stacks.
 
-    ``adapter``: the engine gets the factors, so no experts are merged. See Push._share_experts.
+    See Push._share_experts.
     """
-    merged = () if adapter else lora.targets
+    shares_frozen, shares_merged = cfg.model.quantisation == "none", cfg.merging is Merging.ONCE
     sizes = [0, 0]
     for module in (module for module in every_module(arch) if module.kind == "experts"):
-        is_merged = module.target in merged
+        is_merged = module.target in cfg.lora.targets and cfg.merging > Merging.NOWHERE
         if shares_merged if is_merged else shares_frozen:
             sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
     return sizes[0], sizes[1]

@@ -139,9 +139,8 @@ class Heartbeat:
     ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
-    def __init__(self, stall_seconds: int, log: RunLog, on_beat: Callable[[], None] = lambda: None) -> None:
-        """``on_beat`` is called with every beat."""
-        self.stall_seconds, self.log, self.on_beat = stall_seconds, log, on_beat
+    def __init__(self, stall_seconds: int, log: RunLog) -> None:
+        self.stall_seconds, self.log = stall_seconds, log
         self.done, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
         self.waits = False
@@ -151,7 +150,6 @@ class Heartbeat:
     def beat(self, done: str = "") -> None:
         """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
         self.done, self.last = done or self.done, time.monotonic()
-        self.on_beat()
         if self.last - self.log.said > PROGRESS_SECONDS:
             self.log.say(f"at work after: {self.done}{self.log.left()}")
 

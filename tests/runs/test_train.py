@@ -21,7 +21,8 @@ import grpo
 from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from learner import Learner
-from run import check, opening
+from run import check
+from run.run import Run
 from tasks.scoring import Scorer
 from weights import huggingface
 
@@ -387,7 +388,7 @@ def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, ope
     assert found == ((1.0, True, True) if opened else (0.0, False, False))
     run = SimpleNamespace(cfg=cfg, inputs=inputs)
     batch = SimpleNamespace(rewards=torch.ones(1, 1))
-    [row] = opening.Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
+    [row] = Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
     assert row["completion"] == opened + THOUGHTS
 
 

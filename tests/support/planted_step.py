@@ -21,6 +21,7 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
+import train_grpo
 import weight_sync
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
@@ -29,7 +30,7 @@ from learner import Learner
 from model import batches
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel
-from run import check, opening
+from run import check
 from weight_sync import Push
 from weights import adapter_weights, checkpoint, huggingface
 
@@ -74,7 +75,7 @@ def equal_answers(real: Callable, *args, num_samples: int, **more) -> list:
 def order_from_the_start(patch: MonkeyPatch) -> None:
     """A resumed run asks again what the run asked from its first step on."""
     first = [0]
-    after(opening, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])(patch)
+    before(train_grpo, "train", lambda run, *_: first.append(run.first_step))(patch)
     instead(data_gsm8k.Questions, "pick", lambda real, asked, step, count: real(asked, step - first[-1], count))(patch)
 
 

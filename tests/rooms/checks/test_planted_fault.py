@@ -118,7 +118,7 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
     """Two updates, each pushed with 4 bits and then clean: which properties hold. LoRA is on the attention alone."""
     cfg = training.config(path, path, lora__targets=("linear_qkv", "linear_proj"))
     model, arch = adapted.load(path, parallel)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
     _, rounding_push = right_and_wrong("rounded=4")
     push = rounding_push(adapted.placed(cfg, parallel), policy, engine)

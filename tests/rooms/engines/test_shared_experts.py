@@ -41,7 +41,7 @@ APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
 def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tuple:
     """Model, adapters and engine after the first push, and the push."""
     model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype])
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[cfg.model.dtype], adapter=cfg.lora)
     if not shares:
         engine.stacks = dict
@@ -109,7 +109,7 @@ def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
     """The last rank's engine has its experts in another order: bytes shared, stacks left, whether a push arrives."""
     cfg = training.config(path, path, **{"lora__targets": TARGETS} | MERGED)
     model, arch = adapted.load(path, parallel, dtype=torch.bfloat16)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=torch.bfloat16)
     if parallel.rank == parallel.world_size - 1:
         real = engine.stacks

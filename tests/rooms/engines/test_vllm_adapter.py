@@ -51,7 +51,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     """The pushes of a run, clean and with noise: the largest log-prob gap to transformers with the intended policy."""
     merged = Model(path)
     model, arch = adapted.load(path, parallel)
-    policy = Policy(config(path), arch, parallel, model)
+    policy = Policy.on(config(path), arch, parallel, model)
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
     def sampled() -> list[list[Completion]]:

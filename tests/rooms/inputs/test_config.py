@@ -20,7 +20,7 @@ from facts.exits import InputError
 from inputs import config, hf_config
 from inputs.config import load_config, resolve_config
 from inputs.rules import refuse_first, trainer_problems
-from knobs import Config, LossConfig, RewardConfig
+from knobs import Config, LossConfig, Merging, RewardConfig
 
 # --------------------------------------------------------------------------------------------------------------- config
 # The configuration from outside: how a file and overrides are read, what is refused and in which words, and the run's
@@ -265,7 +265,7 @@ def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
 ) -> None:
     """Factors apart by default where bf16 would round them away and the engine can; else merged on both sides."""
     cfg = load_config("configs/tiny_cpu.yaml", overrides)
-    assert (cfg.keeps_factors_apart, cfg.trains_merged) == (apart, merged)
+    assert (cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES) == (apart, merged)
 
 
 def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():

@@ -85,7 +85,7 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
     for label, noise in noises.items():
         cfg = config(path, noise)
         model, arch = adapted.load(path, parallel)
-        policy = Policy(cfg, arch, parallel, model)
+        policy = Policy.on(cfg, arch, parallel, model)
         engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
         push = Push(adapted.placed(cfg, parallel), policy, engine)
         trained = {id(factor) for factor in policy.factors.values()}
@@ -242,7 +242,7 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
     local_answers = {}
     for label, noise in LOCAL_NOISES.items():
         model, arch = adapted.load(path, parallel)
-        policy = Policy(local_config(path, noise, True), arch, parallel, model)
+        policy = Policy.on(local_config(path, noise, True), arch, parallel, model)
         keepers = {local: Keeper() for local in (False, True)}
         syncs = {local: Push(local_config(path, noise, local), policy, keeper) for local, keeper in keepers.items()}
         wrong, checksums, names = [], [], []
@@ -452,7 +452,7 @@ STARTS = {  # what the engine takes, and the push after which it differs from th
 def refusals(parallel: Parallel, path: Path) -> None:
     """On every rank, the sound start is accepted and each fault is refused."""
     cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     for when, plant in STARTS.values():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)

@@ -26,7 +26,7 @@ from facts.architectures import Architecture
 from facts.devices import HARDWARE
 from inputs import hf_config
 from inputs.config import load_config
-from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
+from knobs import Config, LoraConfig, Merging, OptimConfig, ParallelConfig
 from learner import Learner
 from model import batches, megatron_model
 from model.routing_replay import RouterLoad
@@ -255,7 +255,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     """
     arch, cfg = hf_config.read(path), training.config(path, folder)
     model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False)
-    learner = Learner(cfg, Policy(cfg, arch, parallel, model), pad_token=0)
+    learner = Learner(cfg, Policy.on(cfg, arch, parallel, model), pad_token=0)
     with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor.to("meta")), LiveBytes() as live:
         tensors, _ = learner.state()
     sizes = [4 * math.prod(lora_megatron.whole_shape(factor, parallel)) for factor in learner.parameters]
@@ -597,7 +597,7 @@ def operations(cfg: Config, sampled: list[tuple[int, int, int]], trained: list[t
         cfg.lora,
         sampled,
         trained,
-        merged=cfg.trains_merged,
+        merged=cfg.merging >= Merging.PASSES,
         earlier_passes=cfg.earlier_passes,
         reference=cfg.loss.kl != "none",
     )

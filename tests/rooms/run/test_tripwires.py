@@ -21,7 +21,7 @@ from training import raised, raised_each
 from facts.checks import CHECKS
 from facts.exits import AqnError, InputError, Tripped
 from inputs.config import load_config, to_yaml
-from knobs import ChecksConfig, Config
+from knobs import ChecksConfig, Config, Merging
 from lab import curves
 from run.tripwires import Tripwires
 from runlog import log as runlog
@@ -578,7 +578,7 @@ RESUMED = {"as it is": {}, "replayed": {"replay__mode": "r3"}}  # sound runs
 def real_shape(model: Path, out_dir: Path, changes: dict) -> Config:
     """configs/qwen3.yaml with the tiny model and its sampler, 8 prompts a step, and four updates a step."""
     updates = QWEN3.rollout.prompts_per_step // QWEN3.optim.prompts_per_update
-    assert updates == 4 and QWEN3.trains_merged
+    assert updates == 4 and QWEN3.merging >= Merging.PASSES
     whole = {}
     for name in ("loss", "replay", "aqn", "reward"):
         whole |= {f"{name}__{key}": value for key, value in getattr(QWEN3, name)}
