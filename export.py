@@ -133,7 +133,7 @@ def merged_tensors(
     done: set[str] = set()
     for adapted in modules:
         module = adapted.module
-        for part in lora_megatron.stacks((module.copies, module.in_size, module.out_size)):
+        for part in lora_megatron.merged_parts((module.copies, module.in_size, module.out_size)):
             names = adapted.names(part)
             merged = merged_part(adapted, part, list(map(frozen, names)), factors, alpha, arch)
             yield from zip(names, merged, strict=True)

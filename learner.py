@@ -6,11 +6,10 @@ the number of ranks nor the size of a micro-batch changes it. S = P x G sequence
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from weights.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
-MEANS_OVER_UPDATES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
 
 class Update(NamedTuple):
@@ -45,12 +43,29 @@ class Update(NamedTuple):
     trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
-class LossShare(NamedTuple):
-    """What one micro-batch adds to its update."""
+class Share(NamedTuple):
+    """The part of a metric that one micro-batch adds, and the things that the metric is a mean over."""
 
-    loss: Tensor  # its share of the loss
-    metrics: dict[str, Tensor]  # its shares of the metrics
+    value: Tensor  # divided as the loss of the update is, for example by its tokens
+    of: Literal["updates", "tokens"]
+
+
+class LossShare(NamedTuple):
+    """The part that one micro-batch adds to its update."""
+
+    loss: Tensor
+    metrics: dict[str, Share]
     largest_gap: Tensor  # of a token between sampler and trainer, nats
+
+
+class Pass(NamedTuple):
+    """A pass without gradients that fills a field of micro-batches, before the rollout is learned."""
+
+    phase: str  # of the timer
+    field: str  # of MicroBatch
+    micro_batches: list[MicroBatch]
+    adapters: Callable[[], contextlib.AbstractContextManager]  # sets those of the pass
+    logp: Callable[[MicroBatch], Tensor]
 
 
 class Learner:
@@ -112,15 +127,13 @@ class Learner:
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         for update in updates:
+            # A share was divided by its update's tokens. It becomes one of the mean over all trained tokens.
+            weights = {"updates": 1 / len(updates), "tokens": update.counts["num_tokens"] / max(1, trained_tokens)}
             for micro in update.micro_batches:
                 with timer.phase("update"):
                     loss = self._backward(micro, update.counts)
-                for name, value in loss.metrics.items():
-                    if name in MEANS_OVER_UPDATES:
-                        weight = 1 / len(updates)
-                    else:  # it was divided by the update's tokens, and becomes a mean over all trained tokens
-                        weight = update.counts["num_tokens"] / max(1, trained_tokens)
-                    sums[name] = sums.get(name, 0) + value * weight
+                for name, share in loss.metrics.items():
+                    sums[name] = sums.get(name, 0) + share.value * weights[share.of]
                 largest_gap = torch.maximum(largest_gap, loss.largest_gap)
             with timer.phase("update"):
                 self.parallel.sync_gradients_(self.parameters)
@@ -191,29 +204,40 @@ class Learner:
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     def _add_logprobs(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs that stay the same while this rollout is learned, on the routes of the update.
-
-        The first update needs no pass of the old policy: its own log-probs are those of that policy, so its ratio is 1.
-        Under replay r2 it has the pass, because this also records its routes.
-        """
-        cfg, logp = self.cfg, self._logp
-        all_of, later = all_micro_batches(updates), all_micro_batches(updates[1:])
-        records = cfg.replay.mode == "r2"
-        for phase, policy, needed, micros, field, of in (
-            # of the policy that sampled: for the metrics of the gap to the sampler, not for the loss
-            ("old_logp", self.sampling_policy, cfg.rollout.staleness, all_of, "stale_logp", logp),
-            # before the first optimizer step: what the ratios of later updates are relative to
-            ("old_logp", contextlib.nullcontext, records, all_of, "old_logp", self._recording),
-            ("old_logp", contextlib.nullcontext, later and not records, later, "old_logp", logp),
-            ("reference", self.policy.reference, cfg.loss.kl != "none", all_of, "ref_logp", logp),
-        ):
-            if needed:
-                with timer.phase(phase), policy():
-                    for micro in micros:
-                        setattr(micro, field, of(micro))
+        """Compute the log-probs that stay the same while this rollout is learned, on the routes of the update."""
+        for each in self._passes(updates):
+            with timer.phase(each.phase), each.adapters():
+                for micro in each.micro_batches:
+                    setattr(micro, each.field, each.logp(micro))
         trained = [update.micro_batches[0] for update in updates if update.trained]
-        if trained and cfg.loss.kl != "none" and self.reference_gap is None and "reference_kl" not in cfg.checks.off:
-            self.reference_gap = self._reference_gap(trained[0])  # once in a run
+        if trained and self.cfg.loss.kl != "none" and self._compares_reference():
+            with timer.phase("reference"):
+                self.reference_gap = self._reference_gap(trained[0])
+
+    def _passes(self, updates: list[Update]) -> list[Pass]:
+        """Return the passes that this run needs, in their order.
+
+        stale_logp is of the policy that sampled, for the metrics of the gap to the sampler. old_logp is from before the
+        first optimizer step, and the ratios of later updates are relative to it. The first update needs no such pass:
+        its own log-probs are those of that policy, so its ratio is 1. With replay r2 it has the pass, which also
+        records the routes.
+        """
+        cfg, current = self.cfg, contextlib.nullcontext
+        every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
+        passes = []
+        if cfg.rollout.staleness:
+            passes.append(Pass("old_logp", "stale_logp", every, self.sampling_policy, self._logp))
+        if cfg.replay.mode == "r2":
+            passes.append(Pass("old_logp", "old_logp", every, current, self._recording))
+        elif later:
+            passes.append(Pass("old_logp", "old_logp", later, current, self._logp))
+        if cfg.loss.kl != "none":
+            passes.append(Pass("reference", "ref_logp", every, self.policy.reference, self._logp))
+        return passes
+
+    def _compares_reference(self) -> bool:
+        """Return whether the reference is still to be compared, which happens once in a run."""
+        return self.reference_gap is None and "reference_kl" not in self.cfg.checks.off
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:
@@ -283,8 +307,12 @@ class Learner:
         def combined(per_token: Tensor) -> Tensor:
             return grpo.aggregate_loss(per_token, micro.mask, aggregate=loss_cfg.aggregate, **counts)
 
-        mean = functools.partial(grpo.aggregate_loss, mask=micro.mask, num_tokens=counts["num_tokens"])
-        metrics = {f"actor/{name}": value for name, value in measured.items()}
+        def mean(per_token: Tensor) -> Share:
+            value = grpo.aggregate_loss(per_token, micro.mask, num_tokens=counts["num_tokens"])
+            return Share(value, "tokens")
+
+        metrics = {f"actor/{name}": Share(value, "tokens") for name, value in measured.items()}
+        metrics["actor/policy_loss"] = Share(measured["policy_loss"], "updates")
         if micro.ref_logp is not None:
             kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)
@@ -293,7 +321,7 @@ class Learner:
             loss = loss - loss_cfg.entropy_coef * combined(entropy)
         trainer_logp = old_logp if micro.stale_logp is None else micro.stale_logp  # of the policy that sampled
         gap = (trainer_logp - micro.rollout_logp).abs() * micro.mask
-        metrics |= {"actor/loss": loss.detach(), "actor/entropy": mean(entropy.detach())}
+        metrics |= {"actor/loss": Share(loss.detach(), "updates"), "actor/entropy": mean(entropy.detach())}
         metrics["rollout/logp_gap_mean"] = mean(gap)
         if loss_cfg.corrects:
             metrics["rollout/importance_mean"] = mean(weights)

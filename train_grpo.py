@@ -25,11 +25,11 @@ from engines import factory
 from engines.interface import Engine
 from facts.seeds import derive_seed
 from inputs import functions
-from knobs import Config, Merging
+from knobs import Config
 from learner import Learner
-from model import megatron_model
 from parallel_setup import Parallel
 from run import command
+from run.input_check import Inputs
 from run.run import Run
 from run.start import Start, started
 from weight_sync import Push
@@ -47,38 +47,39 @@ def main(arguments: list[str]) -> int:
 
 
 def launch(cfg: Config) -> None:
-    """From the start of the device to the end of the training, on each of the ranks that torchrun has started."""
+    """Start the device, open the groups, and train, on each of the ranks that torchrun has started."""
     with started(cfg) as start:  # log, heartbeat, and the processes of the reward, which begin before the device does
         parallel_setup.start_device(cfg.device, cfg.train)  # torch_npu and MindSpeed, CUDA, or the CPU
-        start.check_settings()
+        arch = start.check_settings()
         # All ranks meet over gloo. The groups of a layout use HCCL, NCCL or gloo: TP x DP = EP x expert_data = ranks.
         with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, start.heartbeat.waiting) as device:
             start.make_tiny_model(device)
             parallel = parallel_setup.open_layout(cfg.parallel, device)
-            train(*wire(start, parallel))
+            inputs = start.read_inputs(arch)  # the tokenizer, and the questions as prompts
+            train(*wire(start, parallel, inputs))
 
 
-def wire(start: Start, parallel: Parallel) -> tuple[Run, Learner, Engine, Push]:
-    """The parts of a run, each from those before it. Collective."""
-    cfg, inputs, beat = start.cfg, start.read_inputs(), start.heartbeat.beat  # inputs: tokenizer, questions as prompts
+def wire(start: Start, parallel: Parallel, inputs: Inputs) -> tuple[Run, Learner, Engine, Push]:
+    """Make the parts of a run, each from those before it. Collective."""
+    cfg, beat = start.cfg, start.heartbeat.beat
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
-    # The policy: Megatron's mixture of experts, of which this rank has its shards by TP and EP, and LoRA on it. attach
-    # freezes the weights; the factors A and B are all that is trained.
-    model = megatron_model.build_for(cfg.model, inputs.arch, parallel)
-    huggingface.load(model, inputs.arch, parallel, cfg.model.path)
-    adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.merging >= Merging.PASSES)
-    policy = Policy(cfg, inputs.arch, parallel, model, adapters)
+    # The policy: this rank's shards of Megatron's mixture of experts, by TP and EP, and LoRA on them. attach_for
+    # freezes the weights; only the factors A and B are trained.
+    model = huggingface.load_model(cfg.model, inputs.arch, parallel)
+    lora_megatron.attach_for(model, cfg, parallel)
+    policy = Policy(cfg, inputs.arch, parallel, model)
     beat("loading the base weights")
 
     # What learns: the clipped objective, the KL to the reference, and AdamW on the factors.
     learner = Learner(cfg, policy, inputs.pad_token)
     run.restore(learner)
 
-    # What samples: vLLM, vLLM-Ascend or the embedded engine, and the push, which gives it the policy, with AQN's noise.
-    weight_sync.make_room(cfg, policy)
+    # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
+    way = weight_sync.way_of(cfg, policy)
+    way.make_room()
     engine = factory.open_engine(cfg, inputs.arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
-    push = Push(cfg, policy, engine)  # the whole model
+    push = Push(way, engine)  # the whole model
     beat("the first push of the whole model")
     if cfg.rollout.expert_parallel:
         push.check_start(inputs.probe)
@@ -98,11 +99,12 @@ def train(run: Run, learner: Learner, engine: Engine, push: Push) -> None:
         # (weight_sync.py), with noise (aqn.py).
         with timer.phase("sync"), learner.sampling_policy():
             pushed = push(step, inputs.probe)
+            run.check_push(step, pushed)
 
         # 2. Sample and score G completions for each of P questions (rollout.py, data_gsm8k.py, reward_gsm8k.py).
         with timer.phase("generate"):
             sampled = rollout.sample_step(engine, inputs.questions, inputs.score, cfg, parallel, step)
-            run.check_rollout(step, sampled, pushed)
+            run.check_rollout(step, sampled)
         batch = sampled.batch
 
         # 3. Compare each score with its group's (grpo.py).

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 import lora_megatron
 import parallel_setup
+import weight_sync
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, WITHIN, DryRun, as_json, as_text, compare
@@ -60,7 +61,7 @@ from weights.policy import Policy
 
 
 def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> DryRun:
-    """One step of ``rank``, which is on ``side``, with an update for each imbalance."""
+    """Run one step of ``rank`` of ``ranks``, with an update for each imbalance."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     room = memory.packed_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
     done = DryRun(cfg, arch, layout, kind, *fullest_rows(room, cfg.row_tokens, layout.tensor))
@@ -88,7 +89,7 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
 
 
 def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
-    """Load, push, update and save, as far as the side of this rank does it."""
+    """Load, push, update and save."""
     cfg = _of_one_micro_batch(done)
     with meter.phase("load"):
         with (  # as by train_grpo.wire, of stand-ins for tensors
@@ -171,11 +172,11 @@ class _Engine:
 def _push(policy: Policy, engine: Any) -> Push:
     """What pushes to ``engine``, without the slow first push of the whole model. The next push follows an update."""
     with (
-        mock.patch.object(Push, "_export", lambda push: ()),
+        mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
         mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value),
     ):
-        push = Push(policy.cfg, policy, engine)
+        push = Push(weight_sync.way_of(policy.cfg, policy), engine)
     for adapter in policy.adapters.values():
         adapter.buffer_changes = None
     return push

@@ -38,9 +38,6 @@ def ask(
 ) -> int:
     """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
 
-    With rollout.ranks each of the two sides answers for itself; the file of --json is then that of the trainers, and
-    samplers-FILE that of the samplers.
-
     ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
     """
     rank = parallel_setup.check_launch()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import rollout
+import weight_sync
 from checks import launched, sampling_check
 from data_gsm8k import Question
 from engines import factory
@@ -179,7 +180,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     learner = Learner(cfg, policy, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
     engine = factory.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
-    push = Push(cfg, policy, engine)
+    push = Push(weight_sync.way_of(cfg, policy), engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
         push.check_start(probe)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 
 from facts.architectures import Architecture
-from facts.engines import ENGINES, whole_experts
+from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.limits import ELEMENT_BYTES, cache_mib, int4_problem
 from inputs.files import shown
@@ -388,8 +388,7 @@ def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
         return 1
     if cfg.rollout.expert_parallel:
         return ranks
-    whole = whole_experts(cfg.device, routes=cfg.replay.mode == "r3", adapter=cfg.merging is Merging.NOWHERE)
-    return cfg.rollout.tensor if whole else 1
+    return cfg.rollout.tensor if cfg.has_whole_experts(cfg.device) else 1
 
 
 def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:

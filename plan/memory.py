@@ -23,13 +23,13 @@ from plan.parameters import (
     checkpoint_bytes,
     engine_parameters,
     gathered_by_a_save,
-    has_stacks,
     lora_parameters,
     merged_at_once,
     merged_by_target,
     merged_weights,
     shared_experts,
 )
+from plan.way import Way
 
 GIB = 2**30
 
@@ -245,8 +245,9 @@ def step_memory(
     # experts if the engine uses the trainer's own shards.
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
     adapter, in_passes = cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES
-    stacks_filled = has_stacks(cfg, layout, device)
-    frozen, merged = (size * element * stacks_filled for size in shared_experts(cfg, arch, layout))
+    way = Way(cfg, layout, device)
+    stacks_filled = way.fills_stacks
+    frozen, merged = (size * element for size in shared_experts(way, arch))
     if layout.engine_expert > layout.engine_tensor:
         first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
     else:

@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank of both sides."""
+        """Bytes of the fullest rank."""
         return self.memory.peak
 
     @property
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """The rules of inputs/rules.py about layouts that ``side`` breaks."""
+    """The rules of inputs/rules.py about layouts that this one breaks."""
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
@@ -80,10 +80,7 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/rules.py, then compare the memory with the device's.
-
-    With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
-    """
+    """Apply every rule of inputs/rules.py, then compare the memory with the device's."""
     arch, layout = setting.arch, grid.of(cfg.parallel, cfg.rollout, ranks, setting.ranks_per_node)
     if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)

@@ -11,7 +11,7 @@ from inputs.config import command, command_line, resolve_config
 from inputs.files import MOST_RANKS, of_the_user, one_line, report
 from knobs import Config
 from plan import doctor
-from run import check
+from run import input_check
 from runlog import trackers
 
 
@@ -31,7 +31,7 @@ def read(arguments: list[str], manual: str) -> Config | None:
     if not args.check:
         return cfg
     doctor.quick(cfg)
-    print(check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
+    print(input_check.report(cfg, args.ranks or parallel_setup.launched_world_size()), flush=True)
     return None
 
 

@@ -25,7 +25,7 @@ from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import utilisation
 from rollout import Sampled
-from run.check import Inputs, checkpoint_to_resume, introduction, texts
+from run.input_check import Inputs, checkpoint_to_resume, introduction, texts
 from run.start import Start
 from run.tripwires import Tripwires
 from runlog.log import LEGEND
@@ -112,12 +112,12 @@ class Run:
             self.profiler.start()
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
-    def check_rollout(self, step: int, sampled: Sampled, pushed: dict[str, float]) -> None:
-        """Tripped for a push that has not changed, and for a question that the step must not ask. Collective.
-
-        ``pushed``: the metrics of the push.
-        """
+    def check_push(self, step: int, pushed: dict[str, float]) -> None:
+        """Raise Tripped for a push that has not changed. ``pushed`` has its metrics. Collective."""
         self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
+
+    def check_rollout(self, step: int, sampled: Sampled) -> None:
+        """Raise Tripped for a question that the step must not ask."""
         asked = [normalised(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 

@@ -185,13 +185,13 @@ class Heartbeat:
         limit = f"train.stall_seconds = {self.stall_seconds}"
         cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
         # In one piece: the ranks share a terminal or a log.
-        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{stacks()}".encode())
+        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{tracebacks()}".encode())
         self.log.note(f"stopped: rank {self.log.rank} {cause}")
         time.sleep(GRACE_SECONDS)
         os._exit(STALLED)
 
 
-def stacks() -> str:
+def tracebacks() -> str:
     """The stack of every other thread of this process, innermost call last; the main thread comes last."""
     frames = sys._current_frames()
     others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]

@@ -18,7 +18,9 @@ from facts.architectures import Architecture, modules, tensor_shapes
 from facts.exits import InputError
 from hardware.quantisation import Packed, quantise
 from inputs.files import first_three, read_object, read_tensors
-from lora_megatron import Adapter, attached, stacks
+from knobs import ModelConfig
+from lora_megatron import Adapter, attached, merged_parts
+from model import megatron_model
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel, gather
 
@@ -98,7 +100,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
                     owner = adapter if kind == "weight" else None
                     yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
-                for part in stacks(stored.shape):
+                for part in merged_parts(stored.shape):
                     own = tuple(name.format(number) for number in experts[part] for name in names)
                     yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()
@@ -191,6 +193,13 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 @torch.no_grad()
+def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
+    """Build this rank's shards of Megatron's model, and read its weights. Raises InputError, see read_model."""
+    model = megatron_model.build_for(cfg, arch, parallel)
+    load(model, arch, parallel, cfg.path)
+    return model
+
+
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
     """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it holds.
 

@@ -38,24 +38,22 @@ class Policy:
         arch: Architecture,
         parallel: Parallel,
         model: torch.nn.Module,
-        adapters: dict[str, lora_megatron.Adapter],
     ) -> None:
-        """``model`` with the ``adapters`` that lora_megatron.attach has put on it."""
-        self.cfg, self.arch, self.parallel, self.model, self.adapters = cfg, arch, parallel, model, adapters
-        self.factors = lora_megatron.factors(adapters)
+        """Take ``model``, to which lora_megatron.attach_for has attached adapters."""
+        self.cfg, self.arch, self.parallel, self.model = cfg, arch, parallel, model
+        self.adapters = lora_megatron.attached(model)
+        self.factors = lora_megatron.factors(self.adapters)
 
     @classmethod
     def on(cls, cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> Policy:
-        """``model`` with new adapters."""
-        adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.merging >= Merging.PASSES)
-        return cls(cfg, arch, parallel, model, adapters)
+        """Attach new adapters to ``model``."""
+        lora_megatron.attach_for(model, cfg, parallel)
+        return cls(cfg, arch, parallel, model)
 
     @classmethod
     def load(cls, cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
-        """The model of model.path with new adapters, for a command that trains nothing."""
-        model = megatron_model.build_for(cfg.model, arch, parallel)
-        huggingface.load(model, arch, parallel, cfg.model.path)
-        return cls.on(cfg, arch, parallel, model)
+        """Load the model of model.path and attach new adapters, for a command that trains nothing."""
+        return cls.on(cfg, arch, parallel, huggingface.load_model(cfg.model, arch, parallel))
 
     # ------------------------------------------------------------------------------------------------ its log-probs
 

@@ -40,7 +40,7 @@ from knobs import Config, Merging
 from model import megatron_model
 from parallel_setup import Parallel
 from runlog import run_record
-from weight_sync import Push
+from weight_sync import Push, way_of
 from weights import adapter_weights, checkpoint, huggingface, policy
 from weights.policy import Policy
 
@@ -136,7 +136,7 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     cfg = config(path, model__dtype=dtype, rollout__sync=sync)
     trained = attached(path, cfg, parallel, merges=cfg.merging >= Merging.PASSES)
     engine = TorchSampler(trained.arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
-    push = Push(adapted.placed(cfg, parallel), trained, engine)
+    push = Push(way_of(adapted.placed(cfg, parallel), trained), engine)
     exported = huggingface.export(trained.model, trained.arch, parallel, merge=False)
     base = {name: tensor.double() for name, tensor in exported}
     sample = trained.update_kept()
@@ -196,7 +196,7 @@ def sampled(parallel: Parallel, path: Path, folder: Path) -> tuple[list, list]:
     cfg = config(path, rollout__sync="adapter")
     policy = attached(path, cfg, parallel, merges=False)
     engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
-    push = Push(adapted.placed(cfg, parallel), policy, engine)
+    push = Push(way_of(adapted.placed(cfg, parallel), policy), engine)
     stale = engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
     adapted.move(policy.adapters, policy.arch, parallel, step=1)
     push(0, PROMPTS[0])

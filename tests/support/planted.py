@@ -85,7 +85,7 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
 def stacks_otherwise(change: Callable[[Push, str, Tensor], Tensor]) -> Plant:
     """Push ``change(sync, name, stack)`` instead of every stack of experts."""
     return after(
-        Push, "_merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
+        Push, "merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
     )
 
 

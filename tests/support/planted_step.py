@@ -30,7 +30,7 @@ from learner import Learner
 from model import batches
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel
-from run import check
+from run import input_check
 from weight_sync import Push
 from weights import adapter_weights, checkpoint, huggingface
 
@@ -212,7 +212,7 @@ FAULTS: dict[str, Plant] = {
     "rewards of the neighbouring prompt": rewards_rolled(0),
     "rewards of this rank's prompts only": in_batch(rewards_of_this_rank),
     "rewards flipped in the run": after(
-        check.Inputs, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]
+        input_check.Inputs, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]
     ),
     "rewards flipped in the method": after(reward_gsm8k, "score", lambda x, *_: 1 - x),
     "the truncated answers of the next prompt": in_batch(truncation_rolled),

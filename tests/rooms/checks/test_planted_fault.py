@@ -26,6 +26,7 @@ from engines.torch_sampler import TorchSampler
 from facts.exits import InputError
 from lab import curves, records
 from parallel_setup import Parallel
+from weight_sync import way_of
 from weights import huggingface
 from weights.policy import Policy
 
@@ -121,7 +122,7 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
     policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
     _, rounding_push = right_and_wrong("rounded=4")
-    push = rounding_push(adapted.placed(cfg, parallel), policy, engine)
+    push = rounding_push(way_of(adapted.placed(cfg, parallel), policy), engine)
     trained = {id(factor) for factor in policy.factors.values()}
     base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
     before, found = [tensor.clone() for tensor in base], []

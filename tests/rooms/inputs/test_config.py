@@ -164,7 +164,6 @@ def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
 SINGLE = {
     "data.source",
     "rollout.staleness",
-    "rollout.ranks",
 }  # nothing else is accepted beside the rest
 
 

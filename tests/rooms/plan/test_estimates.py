@@ -499,16 +499,6 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     )
 
 
-def test_a_step_of_two_sides_has_the_phases_of_the_slower_side_and_the_exchange():
-    """Samplers 9 s, trainers 7 s, the exchange 1 s. The range allows for a factor of 1.5."""
-    seconds = {"sync": {"memory": 1.0}, "decode": {"launches": 8.0}, "reference": {"arithmetic": 7.0}}
-    seconds["exchange"] = {"factors": 1.0}
-    times = roofline.Times(seconds, 0, {}, waves=1, micro_batches=1, apart=True)
-    assert times.total == 10
-    assert times.long_phases == ["sync", "decode", "exchange"]  # a tenth of the step is long
-    assert times.step == (10 / 1.5, 10 * 1.5)
-
-
 def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
     """On 16 ranks: 3,073 calls of the reference, 3,464 of the old policy, 4,195 forward and 8,985 backward.
 

@@ -20,7 +20,7 @@ from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
 from knobs import Config, RewardConfig
-from run import check
+from run import input_check
 from runlog import run_record
 from tasks import math_answers
 from tasks.scoring import Call, Score, Scorer
@@ -419,7 +419,7 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
 
     scorer.workers, scorer.name = True, "a slow reward"
     cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
-    check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
+    input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
     assert asked == rows and len(asked) == [67 + 24, 67 + 23, 66 + 23][first]
 
@@ -619,9 +619,9 @@ def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(k
     checked = cfg.reward, cfg.loss, cfg.data, scorer
     try:
         if said:
-            assert refused(check.check_functions, *checked).startswith(f"{key}: {OWN}:{name} {said}")
+            assert refused(input_check.check_functions, *checked).startswith(f"{key}: {OWN}:{name} {said}")
         else:
-            check.check_functions(*checked)
+            input_check.check_functions(*checked)
     finally:
         scorer.close()
 
