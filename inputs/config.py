@@ -278,8 +278,8 @@ REMOVED = {
 # Keys that others have replaced: what to write instead.
 REPLACED = {
     "train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false",
-    "rollout.ranks": "leave it out: every rank trains and samples. To train on samples of the policy of one step ago, "
-    "as it did, set rollout.staleness=1, which shows what sampling ahead costs in learning",
+    "rollout.ranks": "leave it out, because every rank trains and samples (rollout.staleness=1 still samples with the "
+    "policy of one step ago, which shows what sampling ahead costs in learning)",
 } | {
     f"checks.{name}": f"{name} in the list checks.warn or checks.off, or in neither: then it stops the run"
     for name in CHECKS

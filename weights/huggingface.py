@@ -192,7 +192,6 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
-@torch.no_grad()
 def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
     """Build this rank's shards of Megatron's model, and read its weights. Raises InputError, see read_model."""
     model = megatron_model.build_for(cfg, arch, parallel)
@@ -200,6 +199,7 @@ def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torc
     return model
 
 
+@torch.no_grad()
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
     """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it holds.
 

@@ -134,8 +134,8 @@ def start(cfg: Config, layout: str) -> None:
         input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         parallel = world.open_layout(layout)
         with contextlib.closing(RunLog(cfg, parallel.rank)) as log_of_run:  # the next run may resume this one
-            start = Start(cfg, log_of_run, Heartbeat(0, log_of_run), scorer, arch)
-            train_grpo.train(*train_grpo.wire(start, parallel))
+            start = Start(cfg, log_of_run, Heartbeat(0, log_of_run), scorer)
+            train_grpo.train(*train_grpo.wire(start, parallel, start.read_inputs(arch)))
 
 
 def lighten(lenient: bool = True) -> None:

@@ -165,7 +165,7 @@ def test_a_rounded_push_changes_the_matrices_of_the_sampler_and_a_clean_one_rest
 def test_what_does_not_go_with_rounded_weights_is_refused(changes, message: str, tmp_path: Path) -> None:
     _, rounding_push = right_and_wrong("rounded=3")
     with pytest.raises(InputError, match=message):
-        rounding_push(training.config(tmp_path, tmp_path, **changes), None, None)
+        rounding_push(SimpleNamespace(cfg=training.config(tmp_path, tmp_path, **changes), policy=None), None)
 
 
 @pytest.fixture

@@ -303,6 +303,14 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
         "override checks.truncated: not a key since version 0.2.0; needed: truncated in the list checks.warn or "
         "checks.off, or in neither: then it stops the run"
     )
+    said = (
+        "override rollout.ranks: not a key since version 0.2.0; needed: leave it out: every rank trains and samples. "
+    )
+    for value in (0, 4):
+        assert refusal(TINY, f"rollout.ranks={value}") == said + (
+            "To train on samples of the policy of one step ago, as it did, set rollout.staleness=1, which shows what "
+            "sampling ahead costs in learning"
+        )
     cfg = load_config(TINY)
     older = config.to_dict(cfg)
     older["train"]["tensorboard"] = True
@@ -311,7 +319,7 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert config.changes_at_resume(older, config.to_dict(new)) == ([], [])
     assert config.changed_keys(older, config.to_dict(new)) == []
     older["optim"] |= {"min_lr_ratio": 0.1}
-    older["rollout"] |= {"round_bits": 0}
+    older["rollout"] |= {"round_bits": 0, "ranks": 0}
     assert config.changed_keys(older, config.to_dict(cfg)) == []
     older["train"], older["checks"] = config.to_dict(cfg)["train"], {}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
