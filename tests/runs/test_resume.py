@@ -174,15 +174,12 @@ def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, 
 def test_a_run_that_recorded_rollout_ranks_goes_on(ranks: int, plain, file, tmp_path) -> None:
     """All of its ranks trained and sampled, or one of them only sampled."""
     copy = rewound(plain, tmp_path / "out", 4)
-    saved_state, checksums = (
-        copy / "checkpoints/step-000004/state.json",
-        copy / "checkpoints/step-000004/checksums.json",
-    )
-    state = json.loads(saved_state.read_text())
+    step = copy / "checkpoints" / "step-000004"
+    state, checksums = (json.loads((step / name).read_text()) for name in ("state.json", "checksums.json"))
     state["config"]["rollout"]["ranks"] = ranks
-    saved_state.write_text(json.dumps(state))
-    of_files = json.loads(checksums.read_text()) | {"state.json": sha256_file(saved_state)}
-    checksums.write_text(json.dumps(of_files))
+    (step / "state.json").write_text(json.dumps(state))
+    checksums["state.json"] = sha256_file(step / "state.json")
+    (step / "checksums.json").write_text(json.dumps(checksums))
     code, text = command(file)
     assert code == 0 and f"resumed {copy.name} after 4 of 5 steps" in text and len(folders(tmp_path)) == 1, text
     training.assert_same_metrics(copy, plain)
