@@ -65,7 +65,9 @@ def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_i
     path = write("rollout: {groupsize: 4}\n")
     assert refusal(path) == f"{path}: rollout.groupsize: unknown key; did you mean group_size?"
     assert "unknown key" in refusal(write("optim: {1: 2}\n"))
-    assert "train.steps: missing; needed: a step is one rollout" in refusal(write("", "model: {path: m}\ntrain: {}\n"))
+    assert "train.steps: missing; needed: number of steps; a step is one rollout" in refusal(
+        write("", "model: {path: m}\ntrain: {}\n")
+    )
     assert "model: missing" in refusal(write("", "train: {steps: 1}\n"))
 
 
@@ -305,9 +307,9 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     )
     for value in (0, 4):
         assert refusal(TINY, f"rollout.ranks={value}") == (
-            "override rollout.ranks: not a key since version 0.2.0; needed: leave it out, because every rank trains and "
-            "samples (rollout.staleness=1 still samples with the policy of one step ago, which shows what sampling ahead "
-            "costs in learning)"
+            "override rollout.ranks: not a key since version 0.2.0; needed: leave it out, because every rank trains "
+            "and samples (rollout.staleness=1 still samples with the policy of one step ago, which shows what "
+            "sampling ahead costs in learning)"
         )
     cfg = load_config(TINY)
     older = config.to_dict(cfg)
