@@ -23,13 +23,13 @@ import rollout
 import weight_sync
 from engines import factory
 from engines.interface import Engine
+from facts.architectures import Architecture
 from facts.seeds import derive_seed
 from inputs import functions
 from knobs import Config
 from learner import Learner
 from parallel_setup import Parallel
 from run import command
-from run.input_check import Inputs
 from run.run import Run
 from run.start import Start, started
 from weight_sync import Push
@@ -55,21 +55,19 @@ def launch(cfg: Config) -> None:
         with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, start.heartbeat.waiting) as device:
             start.make_tiny_model(device)
             parallel = parallel_setup.open_layout(cfg.parallel, device)
-            inputs = start.read_inputs(arch)  # the tokenizer, and the questions as prompts
-            train(*wire(start, parallel, inputs))
+            train(*wire(start, arch, parallel))
 
 
-def wire(start: Start, parallel: Parallel, inputs: Inputs) -> tuple[Run, Learner, Engine, Push]:
+def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, Push]:
     """Make the parts of a run, each from those before it. Collective."""
-    cfg, beat = start.cfg, start.heartbeat.beat
+    cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
     # The policy: this rank's shards of Megatron's mixture of experts, by TP and EP, and LoRA on them. attach_for
     # freezes the weights; only the factors A and B are trained.
-    model = huggingface.load_model(cfg.model, inputs.arch, parallel)
+    model = huggingface.load_model(cfg.model, arch, parallel)
     lora_megatron.attach_for(model, cfg, parallel)
-    policy = Policy(cfg, inputs.arch, parallel, model)
-    beat("loading the base weights")
+    policy = Policy(cfg, arch, parallel, model)
 
     # What learns: the clipped objective, the KL to the reference, and AdamW on the factors.
     learner = Learner(cfg, policy, inputs.pad_token)
@@ -78,12 +76,10 @@ def wire(start: Start, parallel: Parallel, inputs: Inputs) -> tuple[Run, Learner
     # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
     way = weight_sync.way_of(cfg, policy)
     way.make_room()
-    engine = factory.open_engine(cfg, inputs.arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
+    beat = start.heartbeat.beat  # during a long start or wave, too
+    engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
     push = Push(way, engine)  # the whole model
-    beat("the first push of the whole model")
-    if cfg.rollout.expert_parallel:
-        push.check_start(inputs.probe)
-    run.introduce(learner)
+    run.introduce(learner, push)
     return run, learner, engine, push
 
 

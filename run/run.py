@@ -61,15 +61,22 @@ class Run:
 
     def restore(self, learner: Learner) -> None:
         """Give ``learner`` the state of the checkpoint, if there is one, and check that all ranks have the same."""
+        self.heartbeat.beat("loading the base weights")
         if self.saved:
             learner.restore(self.saved.tensors, self.saved.state)
             self.tripwires.state(self.first_step, functools.partial(learner.not_saved, self.saved))
             self.saved = None  # closes its files: a checkpoint that is removed must give its space back
         self.tripwires.state(self.first_step, lambda: learner.policy.unequal(frozen=True))
 
-    def introduce(self, learner: Learner) -> None:
-        """Say what is going to be trained, and where it is recorded."""
+    def introduce(self, learner: Learner, push: Push) -> None:
+        """Say what is going to be trained, and where it is recorded.
+
+        With rollout.expert_parallel, first raise Tripped unless the first push has reached the engine. Collective.
+        """
         parallel = self.parallel
+        self.heartbeat.beat("the first push of the whole model")
+        if self.cfg.rollout.expert_parallel:
+            push.check_start(self.inputs.probe)
         self.log.say(f"run folder: {self.log.run_dir}\n{introduction(self.cfg, parallel.world_size, self.inputs)}")
         self.log.say(f"{lora_megatron.describe(learner.policy.adapters, parallel)}\n{LEGEND}")
 

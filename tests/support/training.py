@@ -135,7 +135,7 @@ def start(cfg: Config, layout: str) -> None:
         parallel = world.open_layout(layout)
         with contextlib.closing(RunLog(cfg, parallel.rank)) as log_of_run:  # the next run may resume this one
             start = Start(cfg, log_of_run, Heartbeat(0, log_of_run), scorer)
-            train_grpo.train(*train_grpo.wire(start, parallel, start.read_inputs(arch)))
+            train_grpo.train(*train_grpo.wire(start, arch, parallel))
 
 
 def lighten(lenient: bool = True) -> None:
