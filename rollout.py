@@ -140,33 +140,37 @@ def sample(
     )
     answers = [(p, j, one) for p, group in zip(own, completions, strict=True) for j, one in enumerate(group)]
     scores = score([(asked[p], one) for p, _, one in answers])
-    fields = gathered(answers, scores, len(asked), settings, parallel)
+    fields = gather_answers(answers, scores, len(asked), settings, parallel)
     return Rollout(prompts=[question.prompt for question in asked], ranks_alike=settings.tensor, **fields), completions
 
 
-def gathered(
+def gather_answers(
     answers: list[tuple[int, int, Completion]],
     scores: list[Score],
     count: int,
     settings: RolloutConfig,
     parallel: Parallel,
 ) -> dict[str, Any]:
-    """The fields of a Rollout of ``count`` prompts from all ranks' ``answers``, which are 0 where nobody has any.
+    """Return the fields of a Rollout of ``count`` prompts, from all ranks' ``answers`` and their ``scores``.
 
-    An answer is (index of the prompt, number in its group, completion). Collective: one message of integers and one of
-    fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
+    An answer is the index of its prompt, its number in the group, and a completion. Rows without an answer are 0.
+    Collective: each rank sends one message of integers and one of fp32 numbers. The shapes are equal on every rank, so
+    they follow replica 0, which has the most prompts.
     """
-    replicas, longest = parallel.world_size // settings.tensor, settings.max_new_tokens
+    longest = settings.max_new_tokens
+    replicas = parallel.world_size // settings.tensor
     shape = len(range(0, count, replicas)), settings.group_size
     integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, whether they were cut off
     reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # log-probs, and the three numbers of a Score
     for (p, j, one), scored in zip(answers, scores, strict=True):
-        row, n = (p // replicas, j), len(one.tokens)
-        integers[row][:n], reals[row][:n] = torch.tensor(one.tokens), torch.tensor(one.logp)
+        row = p // replicas, j
+        n = len(one.tokens)
+        integers[row][:n] = torch.tensor(one.tokens)
         integers[row][longest:] = torch.tensor([n, one.finish_reason == "length"])
+        reals[row][:n] = torch.tensor(one.logp)
         reals[row][longest:] = torch.tensor(scored, dtype=torch.float32)
-    by_rank = (parallel.gather_rows(x) for x in (integers, reals))
-    integers, reals = (in_prompt_order(x, count, settings.tensor) for x in by_rank)
+    integers = in_prompt_order(parallel.gather_rows(integers), count, settings.tensor)
+    reals = in_prompt_order(parallel.gather_rows(reals), count, settings.tensor)
     return {
         "tokens": integers[..., :longest].flatten(0, 1),
         "lengths": integers[..., longest].flatten().tolist(),

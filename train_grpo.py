@@ -88,6 +88,7 @@ def train(run: Run, learner: Learner, engine: Engine, push: Push) -> None:
     cfg, parallel, inputs = run.cfg, run.parallel, run.inputs
     if run.first_step == 0:
         run.evaluate(engine, after_steps=0)
+    norm = functions.advantage(cfg.loss.advantage)  # std, none, loo, or the user's function
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
@@ -106,7 +107,7 @@ def train(run: Run, learner: Learner, engine: Engine, push: Push) -> None:
         # 3. Compare each score with its group's (grpo.py).
         if cfg.reward.permute:  # the control experiment: nothing can be learned from shuffled rewards
             batch.rewards = grpo.shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
-        advantages = grpo.group_advantages(batch.rewards, functions.advantage(cfg.loss.advantage))  # (P, G)
+        advantages = grpo.group_advantages(batch.rewards, norm)  # (P, G)
 
         # 4. Update the adapters on the clipped objective, once for every prompts_per_update questions (learner.py).
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)

@@ -51,7 +51,7 @@ class Tensors(Way):
         of = self.policy
         return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
 
-    def start(self, push: "Push") -> None:
+    def send_all(self, push: "Push") -> None:
         """Give the engine the whole model."""
         push.engine.load_weights(push.tensors())
 
@@ -86,8 +86,8 @@ class Factors(Tensors):
         of = self.policy
         return huggingface.export(of.model, of.arch, of.parallel, only=only, merge=False, experts=experts)
 
-    def start(self, push: "Push") -> None:
-        super().start(push)
+    def send_all(self, push: "Push") -> None:
+        super().send_all(push)
         push.engine.load_adapter(dict(self.policy.whole()))
 
     def send(self, push: "Push", watched: Callable[[Stream], Stream]) -> None:
@@ -119,7 +119,7 @@ class Push:
         if self.cfg.aqn.schedule != "off":
             norms = aqn.norm_targets(self.arch, self.cfg.aqn.targets)
             self.clean_norms = aqn.clean_norms(self.tensors(set(norms)), norms)
-        way.start(self)
+        way.send_all(self)
         self.stacks = self._usable_stacks()
         if not self._fits():
             self.stacks = {}

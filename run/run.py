@@ -91,9 +91,9 @@ class Run:
         summary, outcomes = evaluate.evaluate(
             engine, inputs.held_out, inputs.score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat
         )
+        headlines = {name: evaluate.headline(summary, name) for name in inputs.held_out}
         self.log.log_eval(after_steps, summary, outcomes)
-        for name in self.inputs.held_out:
-            said = evaluate.headline(summary, name)
+        for name, said in headlines.items():
             self.log.say(f"{name or 'held-out'} accuracy after {after_steps} steps: {said}")
 
     def shown_completions(
@@ -139,9 +139,8 @@ class Run:
         peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
         self.peak = max(self.peak, peak)
         timing = timer.timing(sampled.num_tokens)
-        self.log.log_step(
-            step + 1, metrics, timing | self.speed(sampled, learner.trained, timing) | device_memory(peak)
-        )
+        speed = self.speed(sampled, learner.trained, timing)
+        self.log.log_step(step + 1, metrics, timing | speed | device_memory(peak))
         self.end_step(step)
         return metrics
 
