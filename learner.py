@@ -36,7 +36,7 @@ ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
 
 
 class Update(NamedTuple):
-    """What one optimizer step learns from."""
+    """The data of one optimizer step."""
 
     micro_batches: list[MicroBatch]  # of this rank
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
@@ -90,7 +90,7 @@ class Learner:
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
-        """A context in which the adapters are those of rollout.staleness training steps ago.
+        """Set the adapters to those of rollout.staleness training steps ago in this block.
 
         Before a step, they are about to sample. During it, until _keep_factors, they have sampled its rollout.
         """
@@ -153,7 +153,7 @@ class Learner:
     def _prepare(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
-        """The update on ``sequences``. Skipped groups add nothing to the loss, but count in what it is divided by."""
+        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in its denominators."""
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
@@ -169,7 +169,7 @@ class Learner:
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> list[MicroBatch]:
-        """The rows of this rank in forward passes over ``sequences``. All ranks get equally many micro-batches."""
+        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get equally many."""
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
@@ -195,7 +195,7 @@ class Learner:
     # -------------------------------------------------------------------------------------------- forward passes
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
-        """A context in which ``micro`` replays its routes. ``count``: and counts, once, where the router differs.
+        """Replay the routes of ``micro`` in this block. With ``count``, count once where the router differs.
 
         Without replay, and in a micro-batch without rows, there are no routes.
         """
@@ -241,21 +241,22 @@ class Learner:
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs of the adapters that the surrounding context has set, on the routes of ``micro``.  -> (b, T)"""
+        """Compute the log-probs on the routes of ``micro``, with the adapters that the caller has set.  -> (b, T)"""
         with self._routed(micro):
             return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
     def _recording(self, micro: MicroBatch) -> Tensor:
-        """The log-probs on the trainer's own routes, which ``micro`` gets and replays from now on."""
+        """Compute the log-probs on the trainer's routes, which ``micro`` gets and replays from now on."""
         micro.replayed = micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
         return stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
-        """Mean difference of ref_logp from a policy whose B is 0, so that its adapters change nothing, nats a token.
+        """Compare ref_logp with a policy whose B is 0, so that its adapters change nothing. Collective.
 
-        In a new run B is 0 as it is, which is checked by this; in a resumed run it is set to 0. Collective.
+        Returns the mean difference in nats per token. In a new run B is 0 already, which this checks; in a resumed run
+        it is set to 0.
         """
         unchanged = dict(self.policy.factors)
         for name, factor in unchanged.items():
@@ -267,7 +268,7 @@ class Learner:
         return total / tokens
 
     def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """Add the gradients of ``micro``'s share of the loss."""
+        """Add the gradients of the share that ``micro`` has in the loss."""
         with self._routed(micro, count=True):
             share = self._loss(micro, counts)
             share.loss.backward()  # under replay too: activation recompute routes the tokens again
@@ -275,7 +276,7 @@ class Learner:
         return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
     def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """The share of ``micro`` in the loss and in the metrics. ``counts``: see Update."""
+        """Compute the share of ``micro`` in the loss and in the metrics. For ``counts`` see Update."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self.policy.logprobs(micro)

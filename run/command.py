@@ -1,4 +1,4 @@
-"""What train_grpo.py is asked to do, and how it ends: its command line, its exit codes, and what an error prints."""
+"""The command line of train_grpo.py, its exit codes, and the lines that an error prints."""
 
 import functools
 import traceback
@@ -16,7 +16,7 @@ from runlog import trackers
 
 
 def read(arguments: list[str], manual: str) -> Config | None:
-    """The configuration to train as the ``arguments`` say; None after `--check`, which prints its answer."""
+    """Return the configuration to train, or None after `--check`, which prints its answer."""
     parser = command_line("train_grpo.py", manual)
     parser.add_argument("--check", action="store_true", help="check the input and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
@@ -36,10 +36,11 @@ def read(arguments: list[str], manual: str) -> Config | None:
 
 
 def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """``main`` with the exit codes of a training: 2, after one line, for input that cannot be used; 3, after the
-    message of a tripwire; 1 for any other error.
+    """Return ``main`` with the exit codes of a training.
 
-    A rank that stands still ends itself with 4 (runlog/progress.py); 130 and 143: ended by Ctrl-C or SIGTERM.
+    It ends with 2, after one line, for input that cannot be used; with 3 after the message of a tripwire; with 1 for
+    any other error. A rank that stands still ends itself with 4 (runlog/progress.py). Ctrl-C and SIGTERM end a run with
+    130 and 143.
     """
 
     @command
@@ -51,7 +52,7 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
             raise
         except Exception as error:
             if of_the_user(error):  # after the input was read, perhaps a library's own file: its traceback says so
-                cause = "" if read.__code__ in _way_of(error) else traceback.format_exc()
+                cause = "" if read.__code__ in _passed(error) else traceback.format_exc()
                 report(f"{cause}error: {one_line(error)}")
                 return InputError.exit_code
             lost = lost_others(error)
@@ -62,15 +63,15 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     return called
 
 
-def _way_of(error: BaseException) -> list[CodeType]:
-    """The functions through which ``error`` came."""
+def _passed(error: BaseException) -> list[CodeType]:
+    """Return the functions through which ``error`` came."""
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def lost_others(error: BaseException) -> bool:
-    """Whether ``error`` comes from a collective, so that perhaps another rank has ended.
+    """Return whether ``error`` comes from a collective, so that perhaps another rank has ended.
 
-    gloo and HCCL raise a plain RuntimeError, in words of their own; so only the place where it was raised tells.
+    gloo and HCCL raise a plain RuntimeError, each in other words, so only the position where it was raised shows this.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith("torch.distributed")

@@ -36,10 +36,10 @@ from weights import checkpoint
 
 
 class Run:
-    """How a run begins or resumes, records, is checked, evaluates, saves and ends. Every rank makes the same calls."""
+    """A run, which begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
-        """Open the folder of a new run, or of the checkpoint from which this one goes on. Collective."""
+        """Open the folder of a new run, or of the checkpoint from which this one continues. Collective."""
         self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
         self.profiler: Any = None  # of the step that is profiled now
@@ -69,7 +69,7 @@ class Run:
         self.tripwires.state(self.first_step, lambda: learner.policy.unequal(frozen=True))
 
     def introduce(self, learner: Learner, push: Push) -> None:
-        """Say what is going to be trained, and where it is recorded.
+        """Print the layout, the data and the trained modules, and the folder of the run.
 
         With rollout.expert_parallel, first raise Tripped unless the first push has reached the engine. Collective.
         """
@@ -99,7 +99,7 @@ class Run:
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
     ) -> list[dict]:
-        """The first completions of the first question as text, for completions.jsonl."""
+        """Return the first completions of the first question as text, for completions.jsonl."""
         first = completions[0][: self.cfg.train.completions_logged] if completions else []
         return [
             {
@@ -113,7 +113,7 @@ class Run:
         ]
 
     def start_step(self, step: int) -> StepTimer:
-        """The timer of a step, which counts from 0; starts a profiler if train.profile_steps has the step."""
+        """Start the timer of ``step``, which counts from 0, and a profiler if train.profile_steps has the step."""
         if step + 1 in self.cfg.train.profile_steps:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
@@ -131,7 +131,7 @@ class Run:
     def record(
         self, step: int, sampled: Sampled, metrics: dict[str, float], learner: Learner, timer: StepTimer
     ) -> dict[str, float]:
-        """Log the metrics and times of a step.  -> the metrics of rank 0, by which all ranks decide. Collective."""
+        """Log the metrics and times of a step. Returns the metrics of rank 0, by which all ranks decide. Collective."""
         metrics = self.parallel.gather_objects(rollout.metrics(sampled) | metrics)[0]
         completions = self.shown_completions(sampled.asked, sampled.batch, sampled.completions)
         self.log.log_rows("completions.jsonl", step + 1, completions)
@@ -145,7 +145,7 @@ class Run:
         return metrics
 
     def check(self, step: int, rewards: Tensor, metrics: dict[str, float], learner: Learner, push: Push) -> None:
-        """Tripped if the step shows that the run is silently wrong. Collective."""
+        """Raise Tripped if the step shows that the run is silently wrong. Collective."""
         extremes = rewards.min().item(), rewards.max().item()
         self.tripwires.after_step(step, metrics, extremes, functools.partial(push.differing_layer, self.inputs.probe))
         self.tripwires.reference(step, learner.reference_gap)
@@ -166,7 +166,7 @@ class Run:
         self.profiler = None
 
     def save(self, learner: Learner, after_steps: int) -> None:
-        """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
+        """Write a checkpoint, if all ranks have the same weights and its files have those of the ranks. Collective."""
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
@@ -184,7 +184,7 @@ class Run:
         dist.barrier()
 
     def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
-        """The metrics of plan/utilisation.py of a step. ``trained``: see Learner."""
+        """Return the metrics of plan/utilisation.py for a step. For ``trained`` see Learner."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         learned, device = [rows[sequence] for sequence in trained], self.parallel.device

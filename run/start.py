@@ -1,4 +1,4 @@
-"""What accompanies a run from before its device is started: the log, the heartbeat, the processes of the reward."""
+"""The start of a run, before its device: the log, the heartbeat, the processes of the reward, and the signals."""
 
 import contextlib
 from collections.abc import Iterator
