@@ -146,10 +146,10 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
-    """The layouts of as many ranks that take the shortest step, each with its best recompute, micro-batch and graphs.
+    """Return the layouts of as many ranks that take the shortest step, each with its best settings.
 
-    The last one is the best that samples on ranks of its own, or that does not, if all others do or do not. The number
-    of updates stays: with fewer of them a step is shorter and learns less.
+    The settings are recompute, micro-batch and graphs. The number of updates stays, because with fewer of them a step
+    is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
     for verdict in accepted(asked, _variants(asked), asked.ranks, setting):
@@ -161,10 +161,7 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def _variants(asked: Verdict) -> Iterator[Config]:
-    """What was asked with every way of sampling, recompute, micro-batch and graphs that fastest() compares.
-
-    All ranks sample, or a quarter, a half or three quarters of them do nothing else, one step ahead.
-    """
+    """Yield the configuration with every recompute, micro-batch and graphs that fastest() compares."""
     cfg = asked.cfg
     tokens = cfg.optim.tokens_per_micro_batch
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)

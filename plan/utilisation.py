@@ -65,8 +65,7 @@ def speed(
 ) -> dict[str, float]:
     """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
 
-    ``ranks``: all of them, also those that only sample. ``new_tokens``: sampled in all rounds of dynamic sampling, of
-    which the operations count like those of ``sampled``.
+    ``new_tokens`` are those of all rounds of dynamic sampling, whose operations count like those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
     found = {
