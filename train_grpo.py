@@ -32,7 +32,6 @@ from parallel_setup import Parallel
 from run import command
 from run.run import Run
 from run.start import Start, started
-from weight_sync import Push
 from weights import huggingface
 from weights.policy import Policy
 
@@ -58,7 +57,7 @@ def launch(cfg: Config) -> None:
             train(*wire(start, arch, parallel))
 
 
-def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, Push]:
+def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, weight_sync.Push]:
     """Make the parts of a run, each from those before it. Collective."""
     cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
@@ -78,12 +77,12 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
     way.make_room()
     beat = start.heartbeat.beat  # during a long start or wave, too
     engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
-    push = Push(way, engine)  # the whole model
+    push = weight_sync.Push(way, engine)  # the whole model
     run.introduce(learner, push)
     return run, learner, engine, push
 
 
-def train(run: Run, learner: Learner, engine: Engine, push: Push) -> None:
+def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) -> None:
     """Train for cfg.train.steps steps. Collective."""
     cfg, parallel, inputs = run.cfg, run.parallel, run.inputs
     if run.first_step == 0:
