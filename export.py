@@ -35,7 +35,7 @@ from hardware import quantisation as quantised
 from inputs import hf_config
 from inputs.config import changed_keys, command, load_recorded, path_option, text_option, to_dict
 from inputs.files import first_names, read_bytes, read_object, refuse_used, whole_folder
-from knobs import Config, ModelConfig
+from knobs import Config, Merging, ModelConfig
 from runlog.run_record import changed_inputs, input_files, of_last_start, refuse_changed_inputs
 from weights import checkpoint, huggingface, peft_adapters, probes
 from weights.adapter_weights import Adapted, adapted_modules, refuse_unfit
@@ -133,7 +133,7 @@ def merged_tensors(
     done: set[str] = set()
     for adapted in modules:
         module = adapted.module
-        for part in lora_megatron.stacks((module.copies, module.in_size, module.out_size)):
+        for part in lora_megatron.merged_parts((module.copies, module.in_size, module.out_size)):
             names = adapted.names(part)
             merged = merged_part(adapted, part, list(map(frozen, names)), factors, alpha, arch)
             yield from zip(names, merged, strict=True)
@@ -284,7 +284,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
     with whole_folder(out_dir, SafetensorError) as folder:
         if form is not None:
-            if cfg.trains_merged:
+            if cfg.merging >= Merging.PASSES:
                 _note(
                     "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
                 )
@@ -295,7 +295,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
         else:
             write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(of_last_start(run_dir, "config.yaml")))
-            if cfg.model.dtype == "bf16" and not cfg.trains_merged:
+            if cfg.model.dtype == "bf16" and cfg.merging < Merging.PASSES:
                 _note(
                     "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
                 )

@@ -6,11 +6,10 @@ the number of ranks nor the size of a micro-batch changes it. S = P x G sequence
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,23 +33,39 @@ from weights.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
-MEANS_OVER_UPDATES = ("actor/loss", "actor/policy_loss")  # every other metric of a micro-batch is a mean over tokens
 
 
 class Update(NamedTuple):
-    """What one optimizer step learns from."""
+    """The data of one optimizer step."""
 
     micro_batches: list[MicroBatch]  # of this rank
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
     trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
-class LossShare(NamedTuple):
-    """What one micro-batch adds to its update."""
+class Share(NamedTuple):
+    """The part of a metric that one micro-batch adds, and the things that the metric is a mean over."""
 
-    loss: Tensor  # its share of the loss
-    metrics: dict[str, Tensor]  # its shares of the metrics
+    value: Tensor  # divided as the loss of the update is, for example by its tokens
+    of: Literal["updates", "tokens"]
+
+
+class LossShare(NamedTuple):
+    """The part that one micro-batch adds to its update."""
+
+    loss: Tensor
+    metrics: dict[str, Share]
     largest_gap: Tensor  # of a token between sampler and trainer, nats
+
+
+class Pass(NamedTuple):
+    """A pass without gradients that fills a field of micro-batches, before the rollout is learned."""
+
+    phase: str  # of the timer
+    field: str  # of MicroBatch
+    micro_batches: list[MicroBatch]
+    adapters: Callable[[], contextlib.AbstractContextManager]  # sets those of the pass
+    logp: Callable[[MicroBatch], Tensor]
 
 
 class Learner:
@@ -75,7 +90,7 @@ class Learner:
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
-        """A context in which the adapters are those of rollout.staleness training steps ago.
+        """Set the adapters to those of rollout.staleness training steps ago in this block.
 
         Before a step, they are about to sample. During it, until _keep_factors, they have sampled its rollout.
         """
@@ -106,24 +121,19 @@ class Learner:
         self.trained = [sequence for update in updates for sequence in update.trained]
         trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
 
-        # Log-probs that stay the same while this rollout is learned.
-        self._add_stale_logp(updates, timer)
+        self._add_logprobs(updates, timer)
         self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
-        self._add_old_logp(updates, timer)
-        self._add_reference_logp(updates, timer)
 
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         for update in updates:
+            # A share was divided by its update's tokens. It becomes one of the mean over all trained tokens.
+            weights = {"updates": 1 / len(updates), "tokens": update.counts["num_tokens"] / max(1, trained_tokens)}
             for micro in update.micro_batches:
                 with timer.phase("update"):
                     loss = self._backward(micro, update.counts)
-                for name, value in loss.metrics.items():
-                    if name in MEANS_OVER_UPDATES:
-                        weight = 1 / len(updates)
-                    else:  # it was divided by the update's tokens, and becomes a mean over all trained tokens
-                        weight = update.counts["num_tokens"] / max(1, trained_tokens)
-                    sums[name] = sums.get(name, 0) + value * weight
+                for name, share in loss.metrics.items():
+                    sums[name] = sums.get(name, 0) + share.value * weights[share.of]
                 largest_gap = torch.maximum(largest_gap, loss.largest_gap)
             with timer.phase("update"):
                 self.parallel.sync_gradients_(self.parameters)
@@ -143,7 +153,7 @@ class Learner:
     def _prepare(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
-        """The update on ``sequences``. Skipped groups add nothing to the loss, but count in what it is divided by."""
+        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in its denominators."""
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
@@ -159,7 +169,7 @@ class Learner:
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> list[MicroBatch]:
-        """The rows of this rank in forward passes over ``sequences``. All ranks get equally many micro-batches."""
+        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get equally many."""
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
@@ -185,7 +195,7 @@ class Learner:
     # -------------------------------------------------------------------------------------------- forward passes
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
-        """A context in which ``micro`` replays its routes. ``count``: and counts, once, where the router differs.
+        """Replay the routes of ``micro`` in this block. With ``count``, count once where the router differs.
 
         Without replay, and in a micro-batch without rows, there are no routes.
         """
@@ -193,59 +203,60 @@ class Learner:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
-    def _add_stale_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs of the older policy that sampled: for the metrics of the gap to the sampler, not for the loss."""
-        if not self.cfg.rollout.staleness:
-            return
-        with self.sampling_policy(), timer.phase("old_logp"):
-            for micro in all_micro_batches(updates):
-                micro.stale_logp = self._logp(micro)
+    def _add_logprobs(self, updates: list[Update], timer: StepTimer) -> None:
+        """Compute the log-probs that stay the same while this rollout is learned, on the routes of the update."""
+        for each in self._passes(updates):
+            with timer.phase(each.phase), each.adapters():
+                for micro in each.micro_batches:
+                    setattr(micro, each.field, each.logp(micro))
+        trained = [update.micro_batches[0] for update in updates if update.trained]
+        if trained and self.cfg.loss.kl != "none" and self._compares_reference():
+            with timer.phase("reference"):
+                self.reference_gap = self._reference_gap(trained[0])
 
-    def _add_old_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs before this rollout's first optimizer step, which the ratios of later updates are relative to.
+    def _passes(self, updates: list[Update]) -> list[Pass]:
+        """Return the passes that this run needs, in their order.
 
-        The first update has no such pass: its own log-probs are those of that policy, so its ratio is 1. Under replay
-        r2 all updates have the pass, because it also records their routes.
+        stale_logp is of the policy that sampled, for the metrics of the gap to the sampler. old_logp is from before the
+        first optimizer step, and the ratios of later updates are relative to it. The first update needs no such pass:
+        its own log-probs are those of that policy, so its ratio is 1. With replay r2 it has the pass, which also
+        records the routes.
         """
-        if self.cfg.replay.mode == "r2":
-            with timer.phase("old_logp"):
-                for micro in all_micro_batches(updates):
-                    self._record_routes(micro)
-        elif len(updates) > 1:
-            with timer.phase("old_logp"):
-                for micro in all_micro_batches(updates[1:]):
-                    micro.old_logp = self._logp(micro)
+        cfg, current = self.cfg, contextlib.nullcontext
+        every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
+        passes = []
+        if cfg.rollout.staleness:
+            passes.append(Pass("old_logp", "stale_logp", every, self.sampling_policy, self._logp))
+        if cfg.replay.mode == "r2":
+            passes.append(Pass("old_logp", "old_logp", every, current, self._recording))
+        elif later:
+            passes.append(Pass("old_logp", "old_logp", later, current, self._logp))
+        if cfg.loss.kl != "none":
+            passes.append(Pass("reference", "ref_logp", every, self.policy.reference, self._logp))
+        return passes
 
-    def _add_reference_logp(self, updates: list[Update], timer: StepTimer) -> None:
-        """Log-probs of the base model, on the routes of the update."""
-        if self.cfg.loss.kl == "none":
-            return
-        with timer.phase("reference"):
-            for update in updates:
-                for micro in update.micro_batches:
-                    with self.policy.reference():
-                        micro.ref_logp = self._logp(micro)
-                    # Once in a run, on the first micro-batch that trains.
-                    if self.reference_gap is None and update.trained and "reference_kl" not in self.cfg.checks.off:
-                        self.reference_gap = self._reference_gap(micro)
+    def _compares_reference(self) -> bool:
+        """Return whether the reference is still to be compared, which happens once in a run."""
+        return self.reference_gap is None and "reference_kl" not in self.cfg.checks.off
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs of the adapters that the surrounding context has set, on the routes of ``micro``.  -> (b, T)"""
+        """Compute the log-probs on the routes of ``micro``, with the adapters that the caller has set.  -> (b, T)"""
         with self._routed(micro):
             return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
-    def _record_routes(self, micro: MicroBatch) -> None:
-        """Give ``micro`` old_logp on the trainer's own routes, and these routes, which it replays from now on."""
+    def _recording(self, micro: MicroBatch) -> Tensor:
+        """Compute the log-probs on the trainer's routes, which ``micro`` gets and replays from now on."""
         micro.replayed = micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
-        micro.old_logp = stats.logp
+        return stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
-        """Mean difference of ref_logp from a policy whose B is 0, so that its adapters change nothing, nats a token.
+        """Compare ref_logp with a policy whose B is 0, so that its adapters change nothing. Collective.
 
-        In a new run B is 0 as it is, which is checked by this; in a resumed run it is set to 0. Collective.
+        Returns the mean difference in nats per token. In a new run B is 0 already, which this checks; in a resumed run
+        it is set to 0.
         """
         unchanged = dict(self.policy.factors)
         for name, factor in unchanged.items():
@@ -257,7 +268,7 @@ class Learner:
         return total / tokens
 
     def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """Add the gradients of ``micro``'s share of the loss."""
+        """Add the gradients of the share that ``micro`` has in the loss."""
         with self._routed(micro, count=True):
             share = self._loss(micro, counts)
             share.loss.backward()  # under replay too: activation recompute routes the tokens again
@@ -265,7 +276,7 @@ class Learner:
         return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
     def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """The share of ``micro`` in the loss and in the metrics. ``counts``: see Update."""
+        """Compute the share of ``micro`` in the loss and in the metrics. For ``counts`` see Update."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self.policy.logprobs(micro)
@@ -297,8 +308,12 @@ class Learner:
         def combined(per_token: Tensor) -> Tensor:
             return grpo.aggregate_loss(per_token, micro.mask, aggregate=loss_cfg.aggregate, **counts)
 
-        mean = functools.partial(grpo.aggregate_loss, mask=micro.mask, num_tokens=counts["num_tokens"])
-        metrics = {f"actor/{name}": value for name, value in measured.items()}
+        def mean(per_token: Tensor) -> Share:
+            value = grpo.aggregate_loss(per_token, micro.mask, num_tokens=counts["num_tokens"])
+            return Share(value, "tokens")
+
+        metrics = {f"actor/{name}": Share(value, "tokens") for name, value in measured.items()}
+        metrics["actor/policy_loss"] = Share(measured["policy_loss"], "updates")
         if micro.ref_logp is not None:
             kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)
@@ -307,7 +322,7 @@ class Learner:
             loss = loss - loss_cfg.entropy_coef * combined(entropy)
         trainer_logp = old_logp if micro.stale_logp is None else micro.stale_logp  # of the policy that sampled
         gap = (trainer_logp - micro.rollout_logp).abs() * micro.mask
-        metrics |= {"actor/loss": loss.detach(), "actor/entropy": mean(entropy.detach())}
+        metrics |= {"actor/loss": Share(loss.detach(), "updates"), "actor/entropy": mean(entropy.detach())}
         metrics["rollout/logp_gap_mean"] = mean(gap)
         if loss_cfg.corrects:
             metrics["rollout/importance_mean"] = mean(weights)
@@ -447,6 +462,5 @@ class Learner:
         return True
 
 
-def all_micro_batches(updates: list[Update]) -> Iterator[MicroBatch]:
-    for update in updates:
-        yield from update.micro_batches
+def all_micro_batches(updates: list[Update]) -> list[MicroBatch]:
+    return [micro for update in updates for micro in update.micro_batches]

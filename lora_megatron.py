@@ -1,12 +1,14 @@
 """LoRA (arXiv 2106.09685) on Megatron's linear layers, on the grouped experts, and on the router.
 
-y = base(x) + (alpha / R) B A x in fp32 factors. A is random and B is zero, so an adapted model starts as its base.
-A column-parallel linear holds A whole and B split by output rows; a row-parallel linear holds A split by input columns
-and B whole. E local experts, R rank. Merging needs no communication: each rank adds its own B A to its own shard.
+y = base(x) + (alpha / R) B A x, with factors in fp32. A starts random and B starts at zero, so an adapted model starts
+as its base. A column-parallel linear holds all of A, and B split by output rows; a row-parallel linear holds A split by
+input columns, and all of B. E is the number of local experts and R the rank. Merging needs no communication, because
+each rank adds its own B A to its own shard.
 
-In bf16 the sampler gets W + (alpha / R) B A rounded to bf16, and the rounding swallows most of a small update. So that
-the policy that is trained is the one that samples, the forward pass then multiplies by the same rounded weight, and A
-and B get the gradient that they would have without the rounding (a straight-through estimator, arXiv 1308.3432).
+When weights are merged in bf16, the sampler gets W + (alpha / R) B A rounded to bf16, which removes most of a small
+update. To keep the trained policy equal to the one that samples, the forward pass then multiplies by the same rounded
+weight. A and B get the gradient that they would have without the rounding (a straight-through estimator, arXiv
+1308.3432).
 """
 
 import contextlib
@@ -23,7 +25,7 @@ from facts.exits import InputError
 from facts.limits import merged_together
 from facts.seeds import derive_seed
 from hardware import kernels
-from knobs import LoraConfig
+from knobs import Config, LoraConfig, Merging
 from model.megatron_model import GroupedLinear
 from parallel_setup import Factor, Parallel
 
@@ -31,7 +33,7 @@ from parallel_setup import Factor, Parallel
 
 
 class _GradientOf(torch.autograd.Function):
-    """The value of ``y``; the gradient goes to ``y`` and to ``update``, as if the value were their sum."""
+    """A function with the value of ``y``, whose gradient goes to ``y`` and ``update`` as if it returned their sum."""
 
     @staticmethod
     def forward(ctx, y: Tensor, update: Tensor) -> Tensor:
@@ -44,8 +46,8 @@ class _GradientOf(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
-    """A context in which ``module`` computes with ``weight``; so does its backward pass, since autograd saves it."""
-    own = module._parameters.get("weight")  # None: int4 experts have codes instead
+    """Make ``module`` compute with ``weight`` in this block. Autograd saves it, so the backward pass uses it too."""
+    own = module._parameters.get("weight")  # None for int4 experts, which have codes instead
     module._parameters["weight"] = weight
     try:
         yield
@@ -57,18 +59,19 @@ def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
 
 
 def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """W + scale x (first @ second), in fp32 and cast once.  (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n)
+    """Compute W + scale x (first @ second) in fp32, and round once to the type of W.
 
-    A stack of matrices takes as many kernels as one matrix. (torch.baddbmm would round otherwise.)
+    (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n). A stack of matrices takes as many kernels as one matrix.
+    (torch.baddbmm would round differently.)
     """
     merged = (first @ second).mul_(scale).add_(weight)
     return merged.to(weight.dtype) if out is None else out.copy_(merged)
 
 
-def stacks(shape: tuple[int, ...]) -> list[slice]:
-    """The experts of a (E, m, n) in parts that are merged at once.
+def merged_parts(shape: tuple[int, ...]) -> list[slice]:
+    """Split the experts of an (E, m, n) tensor into slices, each of which is merged in one product.
 
-    Trainer and push merge the same parts, because a product of others may round differently.
+    The trainer and the push use the same slices, because a product over different slices may round differently.
     """
     experts, rows, columns = shape
     size = merged_together(rows * columns)
@@ -76,41 +79,42 @@ def stacks(shape: tuple[int, ...]) -> list[slice]:
 
 
 class Adapter(torch.nn.Module):
-    """A low-rank update (alpha / R) B A, which can be switched off.
+    """A low-rank update (alpha / R) B A that can be switched off.
 
-    ``merges``: the forward pass uses the merged weight, as the module's docstring says.
+    If ``merges`` is true, the forward pass uses the merged weight (see the docstring of this file).
     """
 
     def __init__(self, rank: int, alpha: float, merges: bool) -> None:
         super().__init__()
         self.scale, self.merges, self.enabled = alpha / rank, merges, True
-        # Of routed experts: the engine's memory, if it is also the trainer's, and the changes of A and B that it has.
+        # Only for routed experts: the engine's memory, if the trainer shares it, and the versions of A and B that are
+        # merged into it.
         self.buffer: Tensor | None = None
         self.buffer_changes: tuple[int, int] | None = None
 
     @torch.no_grad()
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
-        """W + (alpha / R) B A for the shard ``weight`` of W, in fp32 and cast once.
+        """Compute W + (alpha / R) B A for ``weight``, a shard of W, in fp32, and round once.
 
-        The shard is (out, in); with ``experts`` it is that of these local experts, (e, in, out).
+        The shape of the shard is (out, in), or, for these local ``experts``, (e, in, out).
         """
         return merge(weight, *self.products(experts), self.scale, out)
 
     def products(self, experts: slice | None) -> tuple[Tensor, Tensor]:
-        """What is multiplied to the update of `merged`, the left factor first."""
+        """Return the two factors whose product is the update in `merged`, the left one first."""
         return (self.B, self.A) if experts is None else (self.A[experts], self.B[experts])
 
 
 class LoRALinear(Adapter):
-    """A column or row parallel linear with its low-rank update.  A (R, in), B (out, R), sharded like the base"""
+    """A column- or row-parallel linear with a low-rank update. A is (R, in) and B (out, R), sharded like the base."""
 
     def __init__(
         self, base: torch.nn.Module, rank: int, alpha: float, merges: bool, *, is_column: bool, tensor: int
     ) -> None:
         super().__init__(rank, alpha, merges)
         self.base, self.is_column, self.sequence_parallel = base, is_column, tensor > 1
-        # With sequence parallelism every tensor rank sees other tokens, so the factor that all of them hold whole gets
-        # a partial gradient on each.
+        # With sequence parallelism each tensor rank sees different tokens, so the factor that is not sharded gets only
+        # a part of its gradient on each rank.
         is_partial = self.sequence_parallel
         weight = base.weight
         out_size, in_size = weight.shape
@@ -126,24 +130,25 @@ class LoRALinear(Adapter):
         return _GradientOf.apply(y, self._update(x.detach())) if torch.is_grad_enabled() else y, bias
 
     def _update(self, x: Tensor) -> Tensor:
-        """(alpha / R) B A x, with the shape of what the base returns."""
+        """Compute (alpha / R) B A x, in the shape of the base's output."""
         from megatron.core.tensor_parallel import mappings
 
         low = F.linear(x, self.A.to(x.dtype))  # (.., R)
         if self.sequence_parallel and self.is_column:
-            # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums their gradient over
-            # the tensor ranks.
+            # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums the gradient of
+            # these columns over the tensor ranks.
             low = mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
-        return F.linear(self.scale * low, self.B.to(x.dtype))  # scaled where only R columns are multiplied
+        return F.linear(self.scale * low, self.B.to(x.dtype))  # scale here, where there are only R columns
 
 
 class LoRAGroupedLinear(Adapter):
-    """Grouped expert weights with one low-rank update per expert.  A (E, in, R), B (E, R, out)
+    """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
 
-    The update is two thin grouped products, so neither pass ever forms an (E, in, out) tensor. With ``buffer``
-    (E, in, out), the merged weight is in the memory that the engine samples with, and is computed once an update.
+    The update takes two thin grouped products, so neither pass ever forms an (E, in, out) tensor. If there is a
+    ``buffer`` (E, in, out), the merged weight lies in the memory that the engine samples with, and is computed once per
+    update.
     """
 
     def __init__(self, base: GroupedLinear, rank: int, alpha: float, merges: bool) -> None:
@@ -164,10 +169,11 @@ class LoRAGroupedLinear(Adapter):
 
     @torch.no_grad()
     def weight(self) -> Tensor:
-        """W + (alpha / R) B A of all local experts: new, or `buffer`, which is filled if A or B has changed.
+        """Return W + (alpha / R) B A of all local experts, in a new tensor or in `buffer`.
 
-        torch counts the changes of a tensor in _version; Learner adds one for the optimizer, whose kernels need not. A
-        change that is not counted would be found by the check of every push (Policy.update_kept).
+        `buffer` is computed again only if A or B has changed. torch counts the changes of a tensor in _version; Learner
+        adds one for the optimizer, whose kernels may not count theirs. If a change were not counted, the check of every
+        push would find it (Policy.update_kept).
         """
         changes = self.A._version, self.B._version
         if self.buffer is not None and self.buffer_changes == changes:
@@ -175,7 +181,7 @@ class LoRAGroupedLinear(Adapter):
         weight = self.buffer
         if weight is None:
             weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
-        for part in stacks(self.base.shape):
+        for part in merged_parts(self.base.shape):
             self.merged(self.base.matrices(part), part, out=weight[part])
         self.buffer_changes = changes
         return weight
@@ -186,7 +192,7 @@ class LoRAGroupedLinear(Adapter):
 
 
 class LoRARouter(Adapter):
-    """A low-rank update of the router's weight, added to its logits in fp32.  A (R, h), B (all experts, R)"""
+    """A low-rank update of the router's weight, added to its logits in fp32. A is (R, h) and B (all experts, R)."""
 
     def __init__(self, router: torch.nn.Module, rank: int, alpha: float, merges: bool, *, tensor: int) -> None:
         super().__init__(rank, alpha, merges)
@@ -213,10 +219,10 @@ class LoRARouter(Adapter):
 def attach(
     model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int, merges: bool = False
 ) -> dict[str, Adapter]:
-    """Freeze ``model``, put adapters on every target, and return them by module name, in the order of the model.
+    """Freeze ``model``, put adapters on every target, and return them by module name, in the model's order.
 
-    ``merges``: the forward passes use the merged weights (see Adapter). Raises InputError for a target that this model
-    does not have.
+    If ``merges`` is true, the forward passes use the merged weights (see Adapter). Raises InputError for a target that
+    this model does not have.
     """
     modules = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in cfg.targets}
     missing = set(cfg.targets) - {name.rpartition(".")[2] for name in modules}
@@ -240,9 +246,17 @@ def attach(
     return adapters
 
 
+def attach_for(model: torch.nn.Module, cfg: Config, parallel: Parallel) -> None:
+    """Attach the adapters of a run's configuration. They merge if the trainer's passes do."""
+    attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.merging >= Merging.PASSES)
+
+
 @torch.no_grad()
 def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> None:
-    """Draw A uniformly from +-1/sqrt(in) as PEFT does. The draw depends on (seed, name, expert), not on the layout."""
+    """Draw A uniformly from +-1/sqrt(in), as PEFT does.
+
+    The draw depends on the seed, the name and the expert, but not on the layout.
+    """
     factor, pieces, in_dim = adapter.A, {name: adapter.A}, 1
     if factor.is_expert:
         first = parallel.expert_rank * len(factor)
@@ -258,12 +272,12 @@ def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> 
 
 
 def factors(adapters: dict[str, Adapter]) -> dict[str, Factor]:
-    """Every trainable tensor by name, `<module>.A` and `<module>.B`."""
+    """Return every trainable tensor by name: `<module>.A` and `<module>.B`."""
     return {f"{name}.{letter}": getattr(adapter, letter) for name, adapter in adapters.items() for letter in "AB"}
 
 
 def whole_shape(factor: Factor, parallel: Parallel) -> tuple[int, ...]:
-    """Shape of the whole tensor of which ``factor`` is a shard."""
+    """Return the shape of the whole tensor that ``factor`` is a shard of."""
     shape = list(factor.shape)
     if factor.is_expert:
         shape[0] *= parallel.expert
@@ -273,13 +287,13 @@ def whole_shape(factor: Factor, parallel: Parallel) -> tuple[int, ...]:
 
 
 def attached(model: torch.nn.Module) -> dict[str, Adapter]:
-    """The adapters on ``model`` by module name, in the order of the model."""
+    """Return the adapters on ``model`` by module name, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
 @contextlib.contextmanager
 def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
-    """A context in which every adapter is off, so that the model is the one before training."""
+    """Switch every adapter off in this block, so that the model is the one from before training."""
     for adapter in adapters.values():
         adapter.enabled = False
     try:
@@ -290,7 +304,7 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:
-    """What is trained on all ranks: the total, and one line for each kind of module, with layers and experts."""
+    """Describe what all ranks train: the total, then one line per kind of module with its layers and experts."""
     kinds: dict[str, list[Adapter]] = {}
     for name, adapter in adapters.items():
         kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)

@@ -29,7 +29,6 @@ from torch import Tensor
 from facts.exits import InputError
 from hardware import device as devices
 from inputs.files import MOST_RANKS, one_line, print_every_letter, shown, variable
-from inputs.rules import Side
 from knobs import ParallelConfig, TrainConfig
 
 # ------------------------------------------------------------------------------------------------ the process
@@ -100,33 +99,35 @@ def start_device(name: str, train: TrainConfig) -> torch.device:
 
 @contextlib.contextmanager
 def open_world(
-    name: str, train: TrainConfig, parallel: ParallelConfig, side: Side | None = None
+    name: str,
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    waiting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Iterator[torch.device]:
-    """The device that ``name`` means here, in a world of all ranks, or of ``side``, that is closed at the end.
+    """The device that ``name`` means here, in a world of all ranks, that is closed at the end.
+
+    ``waiting()`` is a context for the wait for the other ranks.
 
     Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an
     exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
     """
-    torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
-    device = start_device(name, train)
-    devices.select(device)
-    if train.deterministic:
-        devices.make_deterministic(device)
-    limit = datetime.timedelta(seconds=parallel.timeout_seconds)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    where = {"init_method": "env://"} if "RANK" in os.environ else alone
-    try:
-        if side:
-            store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
-            where = {"store": dist.PrefixStore(side.name, store), "rank": rank - side.first, "world_size": side.ranks}
-        dist.init_process_group("gloo", timeout=limit, **where)
-    except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
-        raise InputError(
-            f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"  # then a C++ stack
-        ) from None
-    # Before they decide which groups a rank makes.
-    refuse_unequal({"the section parallel of the configuration": parallel.model_dump_json()})
-    torch.manual_seed(train.seed)  # the method draws from generators of its own; this is for everything else
+    with waiting():
+        torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
+        device = start_device(name, train)
+        devices.select(device)
+        if train.deterministic:
+            devices.make_deterministic(device)
+        limit = datetime.timedelta(seconds=parallel.timeout_seconds)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        where = {"init_method": "env://"} if "RANK" in os.environ else alone
+        try:
+            dist.init_process_group("gloo", timeout=limit, **where)
+        except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
+            first_line = str(error).splitlines()[0]  # then a C++ stack
+            raise InputError(f"torch.distributed: the ranks did not find each other: {first_line}") from None
+        # Before they decide which groups a rank makes.
+        refuse_unequal({"the section parallel of the configuration": parallel.model_dump_json()})
+        torch.manual_seed(train.seed)  # the method draws from generators of its own; this is for everything else
     yield device
     close_layout()
     dist.destroy_process_group()

@@ -35,14 +35,11 @@ from inputs import hf_config
 from inputs.config import command, command_line, path_option, resolve_config, to_yaml
 from inputs.files import MOST_RANKS, shown
 from inputs.rules import divisors, nearest
-from knobs import ModelConfig, RolloutConfig
+from knobs import Merging, ModelConfig, RolloutConfig
 from plan import calibrate, grid, memory, roofline, update_kept, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
 # ---------------------------------------------------------------------------------------------------------- the report
-
-
-SIDE = ("ranks", "layout", "groups", "per_rank")  # what is said of the samplers, if there are such ranks
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
@@ -78,7 +75,6 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
         return report
     groups = grid.groups(layout)
     run = whole_run.whole_run(verdict, setting.arch)
-    of_samplers = as_json(verdict.samplers, [], setting, started) if verdict.samplers else {}
     return report | {
         "groups": groups,
         "groups_across_nodes": {
@@ -101,7 +97,6 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
             "causes": times.causes,
             "advice": {name: advice(verdict.cfg.rollout, verdict.cfg.model, times, name) for name in times.long_phases},
         },
-        "samplers": {key: of_samplers[key] for key in SIDE if of_samplers},
         "update_kept": _kept(verdict, setting),
         "run_seconds": {"steps": run.steps, "evaluations": run.evaluations},
     }
@@ -116,8 +111,7 @@ def as_text(
     """
     lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.times is not None:
-        for side in filter(None, (verdict, verdict.samplers)):
-            lines += _layout_lines(side, setting) + _memory_lines(side, setting)
+        lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting)
         lines += _time_lines(verdict, setting)
     lines += ["", f"verdict: {'refused' if verdict.reasons else 'fits'}", *(f"  {each}" for each in verdict.reasons)]
     head = "the fastest that fit:" if by_time else "the nearest that fit, by memory a rank and estimated step:"
@@ -131,10 +125,6 @@ def as_text(
     return "\n".join(lines)
 
 
-def of_side(layout: grid.RankGrid) -> str:
-    return f" of the {layout.role}" if layout.role else ""
-
-
 def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
     layout, arch, cfg = verdict.layout, setting.arch, verdict.cfg
     prompts, group, update = cfg.rollout.prompts_per_step, cfg.rollout.group_size, cfg.optim.prompts_per_update
@@ -142,7 +132,7 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
     node = setting.ranks_per_node
     return [
         "",
-        f"layout{of_side(layout)}: {layout.ranks} ranks"
+        f"layout: {layout.ranks} ranks"
         f" on {-(-layout.ranks // node)} node{'s' * (layout.ranks > node)} of {node}"
         f" = tensor {layout.tensor} x data {layout.data}"
         f" = expert {layout.expert} x expert_data {layout.expert_data}",
@@ -176,14 +166,14 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
     return [
         "",
-        f"memory of the fullest rank{of_side(verdict.layout)}, of {needs.capacity / memory.GIB:.1f} GiB:",
+        f"memory of the fullest rank, of {needs.capacity / memory.GIB:.1f} GiB:",
         *(row(name, size, ", within the activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
         "  in each phase, all that stays included:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
         f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
         f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB and, with graphs in the engine,"
         f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB more, {memory.MARGIN:.0%} margin"
-        f"{cached * (verdict.layout.role != 'trainers')}",
+        f"{cached}",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
 
@@ -191,14 +181,13 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     times, longest = verdict.times, verdict.cfg.rollout.max_new_tokens
     mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
-    beside = f"; {', '.join(roofline.SAMPLING)} on the samplers, beside the others on the trainers" * times.apart
     lines = [
         "",
         f"estimated step: {times.step} s, expected {three_digits(times.total)} s, if answers have {mean} of {longest} "
         "tokens",
         whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps),
         *_kept_lines(verdict, setting),
-        f"expected, by phase, with the longest part of each{beside}:",
+        "expected, by phase, with the longest part of each:",
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
@@ -217,7 +206,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
     """plan/update_kept.py's shares; empty if the trainer does not compute with merged bf16 weights."""
     cfg = verdict.cfg
-    if not cfg.trains_merged:
+    if cfg.merging < Merging.PASSES:
         return {}
     return update_kept.shares(cfg.optim, cfg.lora, setting.arch, cfg.rollout.prompts_per_step, cfg.train.steps)
 
@@ -377,9 +366,8 @@ def judge_layout(arguments: list[str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
-    by_time = args.fastest or bool(verdict.reasons and verdict.samplers)  # the nearest are sought for one side
     others = []
-    if by_time:
+    if args.fastest:
         others = fastest(verdict, setting)
     elif verdict.reasons:
         others = alternatives(verdict, setting)
@@ -387,7 +375,7 @@ def judge_layout(arguments: list[str]) -> int:
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
     else:
-        print(as_text(verdict, others, setting, source, started, by_time))
+        print(as_text(verdict, others, setting, source, started, args.fastest))
     return 1 if verdict.reasons else 0
 
 

@@ -1,8 +1,8 @@
 """Step 2: sample and score G completions of each prompt.
 
-P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens.
-A replica is a group of rollout.tensor ranks, which hold one copy of the model together. Replica r of n samples the
-prompts r, r + n, r + 2 n, ...; then all ranks exchange their results, so that every rank has the whole rollout.
+P is the number of prompts, G the number of completions per prompt, S = P x G the number of sequences, and
+N = max_new_tokens. A replica is a group of rollout.tensor ranks that together hold one copy of the model. Replica r of
+n samples the prompts r, r + n, r + 2 n, ... All ranks then exchange their results, so every rank has the whole rollout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,32 +28,32 @@ from tasks.scoring import Call, Score, Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPENING_TOKENS = 16  # at the end of a prompt; `<think>` and line breaks are at most so many
+OPENING_TOKENS = 16  # enough to hold `<think>` and the line breaks at the end of a prompt
 Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled. Without dynamic sampling there is one round, which is the batch."""
+    """The result of sampling in one step. Without dynamic sampling there is a single round, and it is the batch."""
 
-    batch: Rollout  # what is trained
-    completions: list[list[Completion]]  # of the batch: those that this rank sampled, as the engine gave them
-    asked: list[Question]  # P questions of the batch
-    all_asked: list[Question]  # P questions of the first round, then those of the further rounds
-    first: Rollout  # the first round, which no outcome has selected
-    num_tokens: int  # sampled in all rounds
-    extra: dict[str, float]  # metrics of dynamic sampling
+    batch: Rollout  # the sequences to train on
+    completions: list[list[Completion]]  # the part of the batch that this rank sampled, as the engine returned it
+    asked: list[Question]  # the P questions of the batch
+    all_asked: list[Question]  # the P questions of the first round, followed by those of later rounds
+    first: Rollout  # the first round, before any group was replaced because of its outcome
+    num_tokens: int  # tokens sampled in all rounds
+    extra: dict[str, float]  # the metrics of dynamic sampling
 
 
 def sample_step(
     engine: Engine, questions: Questions, score: Scoring, cfg: Config, parallel: Parallel, step: int
 ) -> Sampled:
-    """The rollout of ``step``, after at most rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
+    """Sample and score ``step``, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
 
-    A round replaces the groups that are all right or all wrong by groups of questions that the step has not asked; if
-    too few such questions are left, the last groups stay. What is asked and drawn depends on the seed, the step, the
-    round and the outcomes before, which all ranks know: they take the same rounds, and engines that sample in lockstep
-    are called equally often. The rank that owns a prompt samples all of its groups, so replicas can have unequal work
-    in a further round. Groups that are still equal after the last round stay in the batch.
+    Each round replaces the groups that are all right or all wrong with groups for questions that the step has not asked
+    yet. If too few such questions are left, the last groups stay; so do groups that are still equal after the last
+    round. The questions and samples depend on the seed, the step, the round and the earlier outcomes. All ranks know
+    these, so they take the same rounds and call engines that sample in lockstep equally often. The rank that
+    owns a prompt also samples the groups that replace it, so in later rounds the replicas can have unequal work.
     """
     settings = cfg.rollout
     draw = functools.partial(
@@ -96,7 +96,7 @@ def sample_step(
 
 
 def with_groups(batch: Rollout, drawn: Rollout, indices: Collection[int]) -> Rollout:
-    """``batch`` with the groups at ``indices`` of ``drawn``, which has the prompts of all groups."""
+    """Return ``batch`` with the groups at ``indices`` taken from ``drawn``, which has the prompts of all groups."""
     group_size = batch.rewards.shape[1]
     replaced = [sequence // group_size in indices for sequence in range(len(batch.lengths))]
     rows = {"tokens": replaced, "logp": replaced, "truncated": replaced}
@@ -122,57 +122,70 @@ def sample(
     indices: Collection[int] | None = None,
     routed_experts: bool = False,
 ) -> tuple[Rollout, list[list[Completion]]]:
-    """G scored completions of each question: all of them on every rank, and this rank's own as the engine gave them.
+    """Sample and score G completions of each question.
 
-    ``score`` scores answers to questions; the rank that samples a completion scores it. A completion depends on the
-    seed, the step, the round and the index of its prompt, but not on the rank that samples it. With ``indices``, only
-    the questions at these indices get completions; the rows of the others are 0.
+    Returns the completions of all ranks, on every rank, and those that this rank sampled, as the engine returned them.
+    The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
+    round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
+    get completions, and the rows of the others are 0.
     """
-    replicas, of_round = parallel.world_size // settings.tensor, (round_,) if round_ else ()
-    own_indices = own_prompts(len(asked), settings.tensor, parallel)
-    sampled = [index for index in own_indices if indices is None or index in indices]
-    own = [asked[index] for index in sampled]
+    own = [p for p in own_prompts(len(asked), settings.tensor, parallel) if indices is None or p in indices]
     completions = engine.sample(
-        [question.prompt for question in own],
-        seeds=[derive_seed(seed, "rollout", step, index, *of_round) for index in sampled],
+        [asked[p].prompt for p in own],
+        seeds=[derive_seed(seed, "rollout", step, p, *([round_] if round_ else [])) for p in own],
         num_samples=settings.group_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         return_routed_experts=routed_experts,
     )
-    # One message of integers and one of fp32 numbers, of equal shape on every rank. Replica 0 has the most prompts.
-    longest, num_own = settings.max_new_tokens, len(range(0, len(asked), replicas))
-    integers = torch.zeros(num_own, settings.group_size, longest + 2, dtype=torch.int64)
-    reals = torch.zeros(num_own, settings.group_size, longest + 3, dtype=torch.float32)
-    scores = iter(score([(question, one) for question, group in zip(own, completions, strict=True) for one in group]))
-    for index, group in zip(sampled, completions, strict=True):
-        i = index // replicas
-        for j, answer in enumerate(group):
-            n = len(answer.tokens)
-            integers[i, j, :n] = torch.tensor(answer.tokens)
-            integers[i, j, longest:] = torch.tensor([n, answer.finish_reason == "length"])
-            reals[i, j, :n] = torch.tensor(answer.logp)
-            reals[i, j, longest:] = torch.tensor(next(scores), dtype=torch.float32)
-    by_rank = (parallel.gather_rows(x) for x in (integers, reals))
-    integers, reals = (in_prompt_order(x, len(asked), settings.tensor) for x in by_rank)
-    batch = Rollout(
-        prompts=[question.prompt for question in asked],
-        tokens=integers[..., :longest].flatten(0, 1),
-        logp=reals[..., :longest].flatten(0, 1),
-        lengths=integers[..., longest].flatten().tolist(),
-        truncated=integers[..., longest + 1].flatten().bool(),
-        rewards=reals[..., longest],
-        parsable=reals[..., longest + 1],
-        correct=reals[..., longest + 2],
-        ranks_alike=settings.tensor,
-    )
-    return batch, completions
+    answers = [(p, j, one) for p, group in zip(own, completions, strict=True) for j, one in enumerate(group)]
+    scores = score([(asked[p], one) for p, _, one in answers])
+    fields = gather_answers(answers, scores, len(asked), settings, parallel)
+    return Rollout(prompts=[question.prompt for question in asked], ranks_alike=settings.tensor, **fields), completions
+
+
+def gather_answers(
+    answers: list[tuple[int, int, Completion]],
+    scores: list[Score],
+    count: int,
+    settings: RolloutConfig,
+    parallel: Parallel,
+) -> dict[str, Any]:
+    """Return the fields of a Rollout of ``count`` prompts, from all ranks' ``answers`` and their ``scores``.
+
+    An answer is the index of its prompt, its number in the group, and a completion. Rows without an answer are 0.
+    Collective: each rank sends one message of integers and one of fp32 numbers. The shapes are equal on every rank, so
+    they follow replica 0, which has the most prompts.
+    """
+    longest = settings.max_new_tokens
+    replicas = parallel.world_size // settings.tensor
+    shape = len(range(0, count, replicas)), settings.group_size
+    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, whether they were cut off
+    reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # log-probs, and the three numbers of a Score
+    for (p, j, one), scored in zip(answers, scores, strict=True):
+        row = p // replicas, j
+        n = len(one.tokens)
+        integers[row][:n] = torch.tensor(one.tokens)
+        integers[row][longest:] = torch.tensor([n, one.finish_reason == "length"])
+        reals[row][:n] = torch.tensor(one.logp)
+        reals[row][longest:] = torch.tensor(scored, dtype=torch.float32)
+    integers = in_prompt_order(parallel.gather_rows(integers), count, settings.tensor)
+    reals = in_prompt_order(parallel.gather_rows(reals), count, settings.tensor)
+    return {
+        "tokens": integers[..., :longest].flatten(0, 1),
+        "lengths": integers[..., longest].flatten().tolist(),
+        "truncated": integers[..., longest + 1].flatten().bool(),
+        "logp": reals[..., :longest].flatten(0, 1),
+        "rewards": reals[..., longest],
+        "parsable": reals[..., longest + 1],
+        "correct": reals[..., longest + 2],
+    }
 
 
 def score_completions(
     answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[Score]:
-    """The score of each completion as an answer to its question, by tasks/scoring.py. The stop token is left out."""
+    """Score each completion as an answer to its question, with tasks/scoring.py. The text leaves out the stop token."""
     calls = []
     for question, completion in answers:
         stopped = completion.finish_reason == "stop"
@@ -183,31 +196,32 @@ def score_completions(
 
 
 def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion's ``tokens``, after the opened_thinking of its ``prompt``, which it continues."""
+    """Decode a completion's ``tokens``. The text begins with the opened_thinking of its ``prompt``, if there is one."""
     return opened_thinking(prompt, tokenizer) + tokenizer.decode(tokens)
 
 
 def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The `<think>` with which a chat template ends the prompt, and the spaces after it; empty for other prompts."""
+    """Return the `<think>` that a chat template put at the end of the prompt, and the spaces after it; otherwise ""."""
     end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
     return end[0] if end else ""
 
 
 def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
-    """The indices of the prompts, of ``count``, that this rank's replica of ``tensor`` ranks samples."""
+    """Return which of ``count`` prompts this rank's replica, a group of ``tensor`` ranks, samples."""
     return range(parallel.rank // tensor, count, parallel.world_size // tensor)
 
 
 def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
-    """The gathered results of all ranks, sorted into the order of the prompts.  (ranks, own, ...) -> (count, ...)
+    """Sort the gathered results of all ranks into the order of the prompts.  (ranks, own, ...) -> (count, ...)
 
-    ``by_rank`` has a rank's results for its own_prompts; the ``tensor`` ranks of a replica have the same ones.
+    Each row of ``by_rank`` has one rank's results for its own_prompts. The ``tensor`` ranks of a replica have the same
+    results.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 
 
 def metrics(sampled: Sampled) -> dict[str, float]:
-    """Metrics of a step's rollout by name: of the batch, and of the first round where an outcome must not select."""
+    """Compute the metrics of a step's rollout: from the batch, or from the first round if selection would bias them."""
     batch, first = sampled.batch, sampled.first
     lengths = torch.tensor(batch.lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
@@ -227,7 +241,10 @@ def metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def repeated_frac(batch: Rollout) -> float:
-    """Share of the completions after the first of each group that repeat an earlier one of it, token by token."""
+    """Return the share of completions that repeat an earlier one of their group, token by token.
+
+    The first completion of each group does not count.
+    """
     tokens, group_size = batch.tokens.tolist(), batch.rewards.shape[1]
     completions = [tuple(row[:length]) for row, length in zip(tokens, batch.lengths, strict=True)]
     groups = [completions[first : first + group_size] for first in range(0, len(completions), group_size)]

@@ -1,4 +1,4 @@
-"""GRPO with LoRA on a mixture-of-experts model: `train` is the whole method, step by step.
+"""GRPO with LoRA on a mixture-of-experts model: how the parts are wired, and the method, step by step.
 
     torchrun --nproc_per_node=16 train_grpo.py configs/qwen3.yaml [section.key=value ...]
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
@@ -17,52 +17,110 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     progress.end_on_signals()
 
 import grpo
+import lora_megatron
 import parallel_setup
+import rollout
+import weight_sync
+from engines import factory
+from engines.interface import Engine
+from facts.architectures import Architecture
 from facts.seeds import derive_seed
 from inputs import functions
+from knobs import Config
+from learner import Learner
+from parallel_setup import Parallel
 from run import command
-from run.opening import Run
+from run.run import Run
+from run.start import Start, started
+from weights import huggingface
+from weights.policy import Policy
 
 
-def train(run: Run) -> None:
-    """Train for cfg.train.steps steps. Collective over the ranks that train."""
-    cfg, sampler, learner = run.cfg, run.sampler, run.learner
+@command.exits
+def main(arguments: list[str]) -> int:
+    """Train, or check the input, as the ``arguments`` say."""
+    cfg = command.read(arguments, __doc__)
+    if cfg:
+        launch(cfg)
+    return 0
+
+
+def launch(cfg: Config) -> None:
+    """Start the device, open the groups, and train, on each of the ranks that torchrun has started."""
+    with started(cfg) as start:  # log, heartbeat, and the processes of the reward, which begin before the device does
+        parallel_setup.start_device(cfg.device, cfg.train)  # torch_npu and MindSpeed, CUDA, or the CPU
+        arch = start.check_settings()
+        # All ranks meet over gloo. The groups of a layout use HCCL, NCCL or gloo: TP x DP = EP x expert_data = ranks.
+        with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, start.heartbeat.waiting) as device:
+            start.make_tiny_model(device)
+            parallel = parallel_setup.open_layout(cfg.parallel, device)
+            train(*wire(start, arch, parallel))
+
+
+def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, weight_sync.Push]:
+    """Make the parts of a run, each from those before it. Collective."""
+    cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
+    run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
+
+    # The policy: this rank's shards of Megatron's mixture of experts, by TP and EP, and LoRA on them. attach_for
+    # freezes the weights; only the factors A and B are trained.
+    model = huggingface.load_model(cfg.model, arch, parallel)
+    lora_megatron.attach_for(model, cfg, parallel)
+    policy = Policy(cfg, arch, parallel, model)
+
+    # What learns: the clipped objective, the KL to the reference, and AdamW on the factors.
+    learner = Learner(cfg, policy, inputs.pad_token)
+    run.restore(learner)
+
+    # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
+    way = weight_sync.way_of(cfg, policy)
+    way.make_room()
+    beat = start.heartbeat.beat  # during a long start or wave, too
+    engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
+    push = weight_sync.Push(way, engine)  # the whole model
+    run.introduce(learner, push)
+    return run, learner, engine, push
+
+
+def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) -> None:
+    """Train for cfg.train.steps steps. Collective."""
+    cfg, parallel, inputs = run.cfg, run.parallel, run.inputs
     if run.first_step == 0:
-        run.evaluate(after_steps=0)
+        run.evaluate(engine, after_steps=0)
+    norm = functions.advantage(cfg.loss.advantage)  # std, none, loo, or the user's function
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the sampler the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
-        # (weight_sync.py), with noise (aqn.py). It is on these ranks, or on others, which sample meanwhile (run/).
-        with timer.phase("sync"):
-            sampler.push(step)
+        # 1. Give the engine the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
+        # (weight_sync.py), with noise (aqn.py).
+        with timer.phase("sync"), learner.sampling_policy():
+            pushed = push(step, inputs.probe)
+            run.check_push(step, pushed)
 
         # 2. Sample and score G completions for each of P questions (rollout.py, data_gsm8k.py, reward_gsm8k.py).
         with timer.phase("generate"):
-            sampled, pushed = sampler.sample(step)
-            run.check_rollout(step, sampled, pushed)
+            sampled = rollout.sample_step(engine, inputs.questions, inputs.score, cfg, parallel, step)
+            run.check_rollout(step, sampled)
         batch = sampled.batch
 
         # 3. Compare each score with its group's (grpo.py).
         if cfg.reward.permute:  # the control experiment: nothing can be learned from shuffled rewards
             batch.rewards = grpo.shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
-        advantages = grpo.group_advantages(batch.rewards, functions.advantage(cfg.loss.advantage))  # (P, G)
+        advantages = grpo.group_advantages(batch.rewards, norm)  # (P, G)
 
         # 4. Update the adapters on the clipped objective, once for every prompts_per_update questions (learner.py).
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
-        # 5. Record, check, evaluate, save.
-        metrics = run.record(step, sampled, updated | pushed.metrics, timer)
-        run.check(step, batch.rewards, metrics)
+        # 5. Record, check, evaluate without noise, save.
+        metrics = run.record(step, sampled, updated | pushed, learner, timer)
+        run.check(step, batch.rewards, metrics, learner, push)
         if cfg.train.is_due(step + 1, cfg.eval.every):
-            run.evaluate(after_steps=step + 1)
+            push.clean()
+            run.evaluate(engine, after_steps=step + 1)
         if cfg.train.is_due(step + 1, cfg.train.checkpoint_every):
-            run.save(after_steps=step + 1)
+            run.save(learner, after_steps=step + 1)
+    engine.close()
     run.finish()
-
-
-def main(arguments: list[str]) -> int:  # run/ starts and ends a run
-    return command.main(arguments, train, __doc__)
 
 
 if __name__ == "__main__":

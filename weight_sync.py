@@ -1,11 +1,11 @@
 """Step 1: give the engine the policy, first the whole model, then what training changes, with noise.
 
-With rollout.sync adapter the engine keeps the base weights and gets the LoRA factors; with merged it gets whole weights
-with LoRA merged. Every push starts from the clean weights, so noise never adds up. Only the engine's copy has noise:
-the trainer, the reference and the evaluations do not.
+If rollout.sync is adapter, the engine keeps the base weights and gets the LoRA factors. If it is merged, the engine
+gets whole weights with LoRA merged into them. Every push starts from the clean weights, so noise never accumulates.
+Only the engine's copy has noise; the trainer, the reference and the evaluations have none.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,122 +17,189 @@ from engines.probe import Probe
 from facts.architectures import modules
 from facts.exits import InputError, Tripped
 from hardware import device as devices
-from knobs import Config
+from knobs import Config, Merging
 from lora_megatron import LoRAGroupedLinear
 from model.megatron_model import GroupedLinear
 from parallel_setup import gather
-from plan import grid, parameters
+from plan import grid
+from plan.way import Way
 from weights import huggingface
 from weights.policy import Policy
 
-# At temperature 1 the log-probs of a confident policy are exactly 0, so noise would not show; 2 is vLLM's maximum.
-# (vllm-ascend 0.23 always reports the log-probs of temperature 1.)
+# At temperature 1 a confident policy has log-probs of exactly 0, which would hide the noise. 2 is vLLM's maximum.
+# (vllm-ascend 0.23 always reports log-probs at temperature 1.)
 FLAT = 2.0
+
+Stream = Iterator[tuple[str, Tensor]]
+
+# ------------------------------------------------------------------------------------------------ the three ways
+
+
+class Tensors(Way):
+    """The engine gets whole tensors with LoRA merged, which every rank gathers from all ranks. Collective."""
+
+    def __init__(self, cfg: Config, policy: Policy) -> None:
+        parallel = policy.parallel
+        super().__init__(cfg, grid.of(cfg.parallel, cfg.rollout, parallel.world_size), parallel.device.type)
+        self.policy = policy
+
+    def make_room(self) -> None:
+        """Leave the device to the engine, which is opened next. Merged experts are shared after the first push."""
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        """Yield what load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
+        of = self.policy
+        return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
+
+    def send_all(self, push: "Push") -> None:
+        """Give the engine the whole model."""
+        push.engine.load_weights(push.tensors())
+
+    def send(self, push: "Push", watched: Callable[[Stream], Stream]) -> None:
+        """Give the engine all that training or noise changes. Every stream passes through ``watched``."""
+        if push.stacks:
+            push.engine.load_stacks(watched(push.merged_stacks()))
+        push.engine.load_weights(watched(push.tensors(set(push.clean_norms))))
+
+
+class Shards(Tensors):
+    """Every rank copies its own shards into its engine, without communication (rollout.expert_parallel)."""
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        of = self.policy
+        return vllm_colocated.shards(of.model, of.arch, of.parallel, only=only, experts=experts)
+
+
+class Factors(Tensors):
+    """The engine keeps the base weights and gets the LoRA factors, whole (rollout.sync adapter). Collective."""
+
+    def make_room(self) -> None:
+        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
+        if not self.shares(adapted=True):
+            return
+        for module in self.policy.model.modules():
+            if isinstance(module, GroupedLinear):
+                module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
+        devices.release(self.policy.parallel.device)
+
+    def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
+        of = self.policy
+        return huggingface.export(of.model, of.arch, of.parallel, only=only, merge=False, experts=experts)
+
+    def send_all(self, push: "Push") -> None:
+        super().send_all(push)
+        push.engine.load_adapter(dict(self.policy.whole()))
+
+    def send(self, push: "Push", watched: Callable[[Stream], Stream]) -> None:
+        if push.clean_norms:
+            push.engine.load_weights(watched(push.tensors(set(push.clean_norms))))
+        push.engine.load_adapter(dict(watched(self.policy.whole())))
+
+
+def way_of(cfg: Config, policy: Policy) -> Tensors:
+    """Choose the way in which the policy of a run goes to its engine."""
+    if cfg.merging is Merging.NOWHERE:
+        return Factors(cfg, policy)
+    return Shards(cfg, policy) if cfg.rollout.expert_parallel else Tensors(cfg, policy)
+
+
+# ------------------------------------------------------------------------------------------------ the push
 
 
 class Push:
-    """The only path from the policy to the engine. Every rank makes the same calls.
+    """The only path by which the policy reaches the engine. Every rank makes the same calls."""
 
-    Collective: every rank pushes the same whole tensors to its own engine. With rollout.expert_parallel it pushes its
-    own shards instead, without communication.
-    """
-
-    def __init__(self, cfg: Config, policy: Policy, engine: Engine) -> None:
-        """Push the whole model. InputError for noise targets that it does not have."""
-        self.cfg, self.policy, self.engine = cfg, policy, engine
-        self.model, self.arch, self.parallel = policy.model, policy.arch, policy.parallel
-        self.probe = Probe(engine, policy, cfg.rollout)
+    def __init__(self, way: Tensors, engine: Engine) -> None:
+        """Push the whole model. Raises InputError for noise targets that the model does not have."""
+        self.way, self.cfg, self.policy, self.engine = way, way.cfg, way.policy, engine
+        self.model, self.arch, self.parallel = self.policy.model, self.policy.arch, self.policy.parallel
+        self.probe = Probe(engine, self.policy, self.cfg.rollout)
         self.stacks: dict[str, Stack] = {}
-        self.clean_norms: dict[str, Tensor] = {}  # of the norms that noise changes
-        if cfg.aqn.schedule != "off":
-            norms = aqn.norm_targets(self.arch, cfg.aqn.targets)
-            self.clean_norms = aqn.clean_norms(self._export(set(norms)), norms)
-        engine.load_weights(self._export())
-        if cfg.keeps_factors_apart:
-            engine.load_adapter(dict(policy.whole()))
+        self.clean_norms: dict[str, Tensor] = {}  # the weights, without noise, of the norms that noise changes
+        if self.cfg.aqn.schedule != "off":
+            norms = aqn.norm_targets(self.arch, self.cfg.aqn.targets)
+            self.clean_norms = aqn.clean_norms(self.tensors(set(norms)), norms)
+        way.send_all(self)
         self.stacks = self._usable_stacks()
+        if not self._fits():
+            self.stacks = {}
         self.shared_bytes = self._share_experts()
-
-    @staticmethod
-    def frozen_experts_to_host_(model: torch.nn.Module, device: torch.device) -> None:
-        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
-        for module in model.modules():
-            if isinstance(module, GroupedLinear):
-                module.weight = torch.nn.Parameter(module.weight.detach().cpu(), requires_grad=False)
-        devices.release(device)
+        if not self.shared_bytes:  # what make_room has moved away
+            self.model.to(self.parallel.device)
 
     def _usable_stacks(self) -> dict[str, Stack]:
-        """The engine's stacks, if they are on every rank what the plan assumes; else {} on every rank. Collective."""
-        layout = grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)
-        if not parameters.has_stacks(
-            self.cfg.rollout,
-            layout,
-            self.parallel.device.type,
-            routes=self.cfg.replay.mode == "r3",
-            adapter=self.cfg.keeps_factors_apart,
-        ):
+        """Return the engine's stacks if every rank has those that the plan assumes, otherwise {}. Collective."""
+        if not self.way.fills_stacks:
             return {}
         expected = range(self.arch.num_experts)
-        if parameters.splits_as_trainer(layout):
+        if self.way.splits_as_trainer:
             expected = huggingface.own_experts(self.arch, self.parallel)
         stacks = self.engine.stacks()
         as_planned = {stack.experts for stack in stacks.values()} == {expected}
         return stacks if all(self.parallel.gather_objects(as_planned)) else {}
 
-    def _share_experts(self) -> int:
-        """Let trainer and engine hold an expert once, where the engine's memory has the trainer's layout.  -> bytes
+    def _fits(self) -> bool:
+        """Return whether the memory of every engine holds the experts that were pushed to it. Collective.
 
-        The trainer then computes with the merged experts that sample (Config.shares_merged). Frozen experts that are
-        pushed as they are become the trainer's own. An engine whose memory is not what was pushed to it has another
-        layout; then no rank shares anything, and the engines get their experts by name. Collective.
+        If it does not, the layout of the memory is another one. Experts that the trainer holds quantised are not
+        compared.
         """
-        own, fits, shared = huggingface.own_experts(self.arch, self.parallel), True, []
+        fits = True
+        for name, linear in self._experts() if self.stacks else ():
+            memory, base = self.stacks[name].memory, getattr(linear, "base", linear)
+            if self.way.merges(linear is not base):
+                fits &= torch.equal(self._for_engine(linear.weight()), memory)
+            elif base.quantisation == "none":
+                fits &= torch.equal(self._for_engine(base.weight.to(memory.device)), memory)
+        return not self.parallel.max_over_ranks(float(not fits))
+
+    def _share_experts(self) -> int:
+        """Let the trainer use the engine's memory of the experts that the way shares. Returns the number of bytes.
+
+        With experts that are merged, the trainer then computes with the weights that the engine samples with. For
+        frozen experts, the engine's memory replaces the trainer's. Without `stacks`, no rank shares anything, and the
+        engines get their experts by name.
+        """
+        own, shared_bytes = huggingface.own_experts(self.arch, self.parallel), 0
         for name, linear in self._experts() if self.stacks else ():
             (memory, experts), base = self.stacks[name], getattr(linear, "base", linear)
-            merged = linear is not base and not self.cfg.keeps_factors_apart
-            if not merged and base.quantisation != "none":
+            if not self.way.shares(linear is not base):
                 continue
-            fits &= torch.equal(self._for_engine(linear.weight() if merged else base.weight.to(memory.device)), memory)
-            if self.cfg.shares_merged or not merged:
-                mine = memory if own == experts else memory[own.start : own.stop]
-                shared.append((linear if merged else base, mine))
-        if self.parallel.max_over_ranks(float(not fits)):
-            self.stacks, shared = {}, []
-        for module, memory in shared:
-            if isinstance(module, LoRAGroupedLinear):
-                module.buffer = memory
+            mine = memory if own == experts else memory[own.start : own.stop]
+            shared_bytes += mine.nbytes
+            if self.way.merges(linear is not base):
+                linear.buffer = mine
             else:
-                module.weight = torch.nn.Parameter(memory, requires_grad=False)
-        return sum(memory.nbytes for _, memory in shared)
+                base.weight = torch.nn.Parameter(mine, requires_grad=False)
+        return shared_bytes
 
     def _experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The name of each of the engine's stacks, and the module that holds this rank's experts of it."""
+        """Yield the name of each stack of the engine, with the module that holds this rank's experts of that stack."""
         for i, (layer, is_moe) in enumerate(zip(self.model.decoder.layers, self.arch.moe_layers, strict=True)):
             for module in modules(self.arch, is_moe):
                 if module.kind == "experts":
                     yield f"model.layers.{i}.{module.fused}", layer.get_submodule(module.megatron[: -len(".weight")])
 
     def _for_engine(self, local: Tensor) -> Tensor:
-        """The experts of the engine's stack from this rank's: the same ones, or those of all ranks. Collective."""
-        if parameters.splits_as_trainer(grid.of(self.cfg.parallel, self.cfg.rollout, self.parallel.world_size)):
+        """Turn this rank's experts into the engine's stack: the same experts, or those of all ranks. Collective."""
+        if self.way.splits_as_trainer:
             return local
         return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
-    def _export(self, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine takes: whole ones, or this rank's shards. ``only``: see huggingface.export.
+    def tensors(self, only: set[str] | None = None) -> Stream:
+        """Yield the tensors that the engine takes, without the routed experts if `stacks` brings them to it."""
+        return self.way.tensors(only, experts=not self.stacks)
 
-        Routed experts are not among them if the engine has `stacks`, which brings them.
-        """
-        model, arch, parallel, experts = self.model, self.arch, self.parallel, not self.stacks
-        if self.cfg.rollout.expert_parallel:
-            return vllm_colocated.shards(model, arch, parallel, only=only, experts=experts)
-        merge = not self.cfg.keeps_factors_apart
-        return huggingface.export(model, arch, parallel, only=only, merge=merge, experts=experts)
+    def merged_stacks(self) -> Stream:
+        """Yield the merged stacks of the experts that LoRA adapts. Collective."""
+        for name, linear in self._experts():
+            if isinstance(linear, LoRAGroupedLinear):
+                yield name, self._for_engine(linear.weight())
 
     def check_start(self, probe: list[int]) -> None:
-        """Raise Tripped unless engine and trainer agree on answers to ``probe``, also after a second, equal push.
+        """Raise Tripped unless engine and trainer agree on answers to ``probe``, even after pushing the policy again.
 
-        This finds a shard in the wrong place, order or layout, and a captured graph that reads old memory.
+        This finds a shard in the wrong position, order or layout, and a captured graph that reads old memory.
         """
         if not self.cfg.checks.stops("logp_gap"):
             return
@@ -148,15 +215,20 @@ class Push:
             self.clean()
 
     def clean(self) -> None:
-        """Push the policy as the trainer has it: W + (alpha / R) B A, and the norms without noise."""
+        """Push the trainer's policy: W + (alpha / R) B A, with the norms without noise."""
         self._push_policy()
 
-    def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
-        """Push the policy as training samples from it at ``step`` (from 0): with noise.  -> metrics
+    def differing_layer(self, probe: list[int], bound: float) -> str:
+        """Push once more, and return the layer in which sampler and trainer differ by more than ``bound``."""
+        self.clean()
+        return self.probe.first_differing_layer(probe, bound)
 
-        The checksum is the sum of the adapted tensors, or of the LoRA factors, without noise. With
-        rollout.expert_parallel it is that of this rank's shards. The clean policy is pushed first. ``probe``: a prompt
-        on which two effects of the noise are measured.
+    def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
+        """Push the policy for sampling at ``step`` (from 0), with noise, and return metrics.
+
+        The clean policy is pushed first. The checksum is the sum of the adapted tensors, or of the LoRA factors,
+        without noise; with rollout.expert_parallel, of this rank's shards only. ``probe`` is a prompt on which two
+        effects of the noise are measured.
         """
         checksum, targets = self._push_policy()
         metrics = {"sync/checksum": checksum} | self.policy.update_kept()
@@ -165,13 +237,13 @@ class Push:
         return metrics
 
     def _add_noise(self, step: int, probe: list[int], targets: dict[str, Tensor]) -> dict[str, float]:
-        """Push the tensors ``targets`` with the noise of ``step``, after the clean policy.  -> metrics
+        """Push ``targets`` with the noise of ``step``, after the clean policy, and return metrics.
 
-        Two things are measured on the prompt ``probe``. aqn/probe_gap (nats a token, before the noise) shows whether
-        the engine has the trainer's policy. aqn/probe_shift shows whether noise changes it: the largest change of a
-        token's log-prob, at temperature FLAT and after half of the prompt. It is exactly 0 for an engine that ignores
-        the noise. Both come from the rank with the worst value, so all ranks judge the same numbers. Raises AqnError
-        if the noise is not the noise that was asked for.
+        Two metrics are measured on the prompt ``probe``. aqn/probe_gap, in nats per token and before the noise, shows
+        whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine: it is
+        the largest change of a token's log-prob, at temperature FLAT and after half of the prompt, and exactly 0 if the
+        engine ignores the noise. Each is the worst value of any rank, so all ranks judge the same numbers. Raises
+        AqnError if the noise differs from the noise that was asked for.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(
@@ -185,7 +257,7 @@ class Push:
         report, gap, shift = aqn.NoiseReport(sigma), 0.0, 0.0
         if sigma:
             gap = self.probe.gap(probe)
-            # Continuations of half a prompt are uncertain, so noise changes their log-probs.
+            # After half a prompt the policy is uncertain how to continue, so noise changes its log-probs.
             half = probe[: -(-len(probe) // 2)]
             clean = self.probe.answers(half, FLAT)
             noisy_tensors = aqn.perturb(targets.items(), self.clean_norms, report, seed=cfg.train.seed, step=step)
@@ -193,7 +265,7 @@ class Push:
             noisy = self.probe.answers(half, FLAT)
             pairs = [zip(after.logp, before.logp, strict=False) for after, before in zip(noisy, clean, strict=True)]
             shift = max(abs(after - before) for pair in pairs for after, before in pair)
-            shift = -self.parallel.max_over_ranks(-shift)  # the smallest of all ranks
+            shift = -self.parallel.max_over_ranks(-shift)  # the smallest on any rank
             aqn.check_report(report, self.clean_norms)
         return {
             "aqn/sigma": sigma,
@@ -205,39 +277,29 @@ class Push:
         }
 
     def _push_policy(self) -> tuple[float, dict[str, Tensor]]:
-        """Push what training or noise changes, clean: the checksum, and the tensors that noise is going to change."""
-        adapter_only = self.cfg.keeps_factors_apart
+        """Push all tensors that training or noise changes, still without noise.
+
+        Returns the checksum, and the tensors to which noise will be added.
+        """
         sums: list[Tensor] = []
         targets: dict[str, Tensor] = {}
-        if self.stacks and not adapter_only:
-            self._load(self.engine.load_stacks, self._summed(self._merged_stacks(), sums, targets))
-        if self.clean_norms or not adapter_only:
-            self._load(self.engine.load_weights, self._summed(self._export(set(self.clean_norms)), sums, targets))
-        if adapter_only:
-            factors = dict(self.policy.whole())
-            sums = [factor.sum(dtype=torch.float32) for factor in factors.values()]
-            self._load(self.engine.load_adapter, factors)
+        self._load(self.way.send, self, lambda stream: self._summed(stream, sums, targets))
         return _total(sums), targets
 
-    def _load(self, load: Callable, tensors: object) -> None:
-        """Call ``load``. The base weights were valid when they were read, so a refusal now comes from training."""
+    def _load(self, load: Callable, *what: object) -> None:
+        """Call ``load`` and turn an InputError into Tripped.
+
+        The base weights were valid when they were read, so only training can have made them unusable.
+        """
         try:
-            load(tensors)
+            load(*what)
         except InputError as error:
             raise Tripped(
                 f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
             ) from None
 
-    def _merged_stacks(self) -> Iterator[tuple[str, Tensor]]:
-        """The stacks of experts that LoRA adapts. Collective."""
-        for name, linear in self._experts():
-            if isinstance(linear, LoRAGroupedLinear):
-                yield name, self._for_engine(linear.weight())
-
-    def _summed(
-        self, stream: Iterable[tuple[str, Tensor]], sums: list[Tensor], targets: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """``stream``; a tensor that noise changes is added to ``targets``, the sum of any other one to ``sums``."""
+    def _summed(self, stream: Stream, sums: list[Tensor], targets: dict[str, Tensor]) -> Stream:
+        """Pass ``stream`` on. Add tensors that noise changes to ``targets``, and the sums of all others to ``sums``."""
         for name, tensor in stream:
             if name in self.clean_norms:
                 targets[name] = tensor
@@ -247,5 +309,5 @@ class Push:
 
 
 def _total(sums: list[Tensor]) -> float:
-    """The sum of scalars in fp64 on the host. It waits for the device once, not once for each scalar."""
+    """Add up scalars in fp64 on the host, waiting for the device once instead of once per scalar."""
     return torch.stack(sums).cpu().double().sum().item() if sums else 0.0

@@ -7,15 +7,15 @@ next step. The line `check FILE` asks for the log-probs and the loss of the comp
 sampled. The process ends when stdin is closed.
 """
 
-import functools
 import json
 import os
 import resource
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import bench_cases as cases
 import torch
@@ -24,9 +24,9 @@ import data_gsm8k
 import export
 import reward_gsm8k
 import train_grpo
+from learner import Learner
 from model import batches
-from run import command
-from run.opening import Run
+from run.run import Run
 from runlog.progress import StepTimer
 
 FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B starts at 0
@@ -35,8 +35,8 @@ FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B start
 class Side:
     """The measurements of a run, one object in a process."""
 
-    def __init__(self, run: Run, answers: TextIO) -> None:
-        self.run, self.learner, self.answers = run, run.learner, answers
+    def __init__(self, run: Run, learner: Learner, answers: TextIO) -> None:
+        self.run, self.learner, self.answers = run, learner, answers
         self.start_step, self.record = run.start_step, run.record
         self.metrics: dict[str, float] = {}  # of the last step
         self.start = 0.0, 0.0  # CPU and wall seconds
@@ -112,9 +112,9 @@ class Side:
         }
 
 
-def adapt(run: Run, folder: Path) -> None:
+def adapt(learner: Learner, folder: Path) -> None:
     """Give B other values than 0, and write the adapter to ``folder``."""
-    policy, lora = run.learner.policy, run.cfg.lora
+    policy, lora = learner.policy, learner.cfg.lora
     generator = torch.Generator().manual_seed(0)
     whole = {name: factor.clone() for name, factor in policy.whole()}
     for name, factor in whole.items():
@@ -123,15 +123,20 @@ def adapt(run: Run, folder: Path) -> None:
     policy.load_(whole)
     folder.mkdir()
     pairs = export.pairs_of(list(export.adapted_modules(policy.arch, lora)), whole, lora.alpha)
-    export.write_adapter(folder, run.cfg.model.path, policy.arch, pairs, lora.alpha, "stack")
+    export.write_adapter(folder, learner.cfg.model.path, policy.arch, pairs, lora.alpha, "stack")
 
 
-def train(answers: TextIO, adapter_dir: Path, run: Run) -> None:
+def stopping(answers: TextIO, adapter_dir: Path) -> Callable:
     """The training, which stops before each step. This does not change what it computes."""
-    adapt(run, adapter_dir)
-    side = Side(run, answers)
-    run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]
-    train_grpo.train(run)
+    real = train_grpo.train
+
+    def train(run: Run, learner: Learner, *parts: Any) -> None:
+        adapt(learner, adapter_dir)
+        side = Side(run, learner, answers)
+        run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]
+        real(run, learner, *parts)
+
+    return train
 
 
 def main(name: str, work: Path) -> None:
@@ -141,7 +146,8 @@ def main(name: str, work: Path) -> None:
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
-    command.start(cases.config(cases.CASES[name], work), functools.partial(train, answers, work / f"adapter_{name}"))
+    train_grpo.train = stopping(answers, work / f"adapter_{name}")
+    train_grpo.launch(cases.config(cases.CASES[name], work))
 
 
 if __name__ == "__main__":

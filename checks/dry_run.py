@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 import lora_megatron
 import parallel_setup
+import weight_sync
 from checks import dry_run_device
 from checks.dry_run_meter import Meter
 from checks.dry_run_report import IMBALANCES, WITHIN, DryRun, as_json, as_text, compare
@@ -43,7 +44,7 @@ from hardware import kernels
 from inputs import hf_config
 from inputs.config import command, command_line, resolve_config
 from inputs.files import MOST_RANKS, shown
-from inputs.rules import Side, refuse_first, side_of, sides
+from inputs.rules import refuse_first
 from knobs import Config
 from learner import Learner, Update
 from model import routing_replay
@@ -59,15 +60,15 @@ from weights.policy import Policy
 # ------------------------------------------------------------------------------------------------ the step
 
 
-def run(side: Side, arch: Architecture, rank: int, kind: str) -> DryRun:
-    """One step of ``rank``, which is on ``side``, with an update for each imbalance."""
-    layout = grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name)
-    room = memory.packed_tokens(side.cfg.optim, layout, side.cfg.rollout.group_size, side.cfg.row_tokens)
-    done = DryRun(side.cfg, arch, layout, kind, *fullest_rows(room, side.cfg.row_tokens, layout.tensor))
+def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> DryRun:
+    """Run one step of ``rank`` of ``ranks``, with an update for each imbalance."""
+    layout = grid.of(cfg.parallel, cfg.rollout, ranks)
+    room = memory.packed_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
+    done = DryRun(cfg, arch, layout, kind, *fullest_rows(room, cfg.row_tokens, layout.tensor))
     device = torch.device(dry_run_device.STAND_IN[kind])
     meter = Meter(device.type)
     with contextlib.ExitStack() as stack:
-        parallel = stack.enter_context(dry_run_device.as_rank(rank - side.first, side.ranks, side.cfg.parallel, device))
+        parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
         meter.groups = _group_names(parallel)
         # The stand-in of a GPU has another type, and rows are packed on the host.
         stack.enter_context(mock.patch.object(kernels, "on_gpu", lambda device: kind == "cuda"))
@@ -88,26 +89,21 @@ def run(side: Side, arch: Architecture, rank: int, kind: str) -> DryRun:
 
 
 def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
-    """Load, push, update and save, as far as the side of this rank does it."""
+    """Load, push, update and save."""
     cfg = _of_one_micro_batch(done)
-    learner = None
     with meter.phase("load"):
-        with (  # as by opening.open_run, of stand-ins for tensors
+        with (  # as by train_grpo.wire, of stand-ins for tensors
             mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
             mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
             mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
         ):
             policy = Policy.load(cfg, done.arch, parallel)
-        if done.layout.role != "samplers":
-            learner = _Learner(cfg, policy, pad_token=0)
-            learner.tell(meter)
+        learner = _Learner(cfg, policy, pad_token=0)
+        learner.tell(meter)
         gc.collect()
-    if done.layout.role != "trainers":
-        push = _push(policy, _Engine(policy, done.layout, meter))
-        with meter.phase("push"), learner.sampling_policy() if learner else contextlib.nullcontext():
-            push(0, [])
-    if learner is None:
-        return
+    push = _push(policy, _Engine(policy, done.layout, meter))
+    with meter.phase("push"), learner.sampling_policy():
+        push(0, [])
     before = meter.now
     for ending, imbalance in IMBALANCES.items():
         meter.ending = ending
@@ -176,11 +172,11 @@ class _Engine:
 def _push(policy: Policy, engine: Any) -> Push:
     """What pushes to ``engine``, without the slow first push of the whole model. The next push follows an update."""
     with (
-        mock.patch.object(Push, "_export", lambda push: ()),
+        mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
         mock.patch.object(Parallel, "max_over_ranks", lambda parallel, value: value),
     ):
-        push = Push(policy.cfg, policy, engine)
+        push = Push(weight_sync.way_of(policy.cfg, policy), engine)
     for adapter in policy.adapters.values():
         adapter.buffer_changes = None
     return push
@@ -313,10 +309,10 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
     if kind == "cuda" and cfg.model.dtype == "fp32":
         raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
-    refuse_first(problem for side in sides(cfg, ranks) for problem in broken_rules(side, arch))
+    refuse_first(broken_rules(cfg, arch, ranks))
     arch = dataclasses.replace(arch, num_layers=num_layers, moe_layers=arch.moe_layers[:num_layers])
     dry_run_device.open_device(kind)
-    done = run(side_of(cfg, ranks, args.rank), arch, args.rank, kind)
+    done = run(cfg, ranks, arch, args.rank, kind)
     rows = compare(done)
     agree = all(row.agrees for row in rows)
     if args.json:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from checks.dry_run_meter import Phase
 from facts.architectures import Architecture
-from knobs import Config
+from knobs import Config, Merging
 from plan import memory, roofline
 from plan.grid import RankGrid
 
@@ -71,8 +71,6 @@ def compare(done: DryRun) -> list[Compared]:
     rows = []
     for ending, imbalance in IMBALANCES.items():
         rows += _memory(done, ending, imbalance)
-    if done.layout.role == "samplers":  # their sampling is not in a dry run
-        return rows
     return rows + _exact(done) + _operations(done) + _traffic(done)
 
 
@@ -117,7 +115,7 @@ def _operations(done: DryRun) -> list[Compared]:
     rows = roofline.equal_rows(number, 1, done.length - 1, group=number)
     cfg = done.cfg
     forward, backward = roofline.update_flops(
-        done.arch, cfg.lora, rows, recompute=cfg.model.recompute, merged=cfg.trains_merged
+        done.arch, cfg.lora, rows, recompute=cfg.model.recompute, merged=cfg.merging >= Merging.PASSES
     )
     frozen = sum(roofline.forward_flops(done.arch, rows).values())
     planned = {"reference": frozen, "forward": forward, "backward": backward}
@@ -169,7 +167,6 @@ def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
         launches[name] = phase.launches
     return {
         "device": _device(done),
-        "side": done.layout.role,
         "ranks": done.layout.ranks,
         "tokens": done.rows * done.length,
         "phases": phases,

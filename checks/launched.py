@@ -12,7 +12,6 @@ from typing import NamedTuple
 import parallel_setup
 from facts.exits import InputError
 from inputs import config
-from inputs.rules import side_of
 from knobs import Config
 
 
@@ -39,24 +38,17 @@ def ask(
 ) -> int:
     """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
 
-    With rollout.ranks each of the two sides answers for itself; the file of --json is then that of the trainers, and
-    samplers-FILE that of the samplers.
-
     ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
     """
     rank = parallel_setup.check_launch()
     if args.config is None:
         raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
     cfg = config.load_config(args.config, args.overrides)
-    side = side_of(cfg, parallel_setup.launched_world_size(), rank)
-    refuse(side.cfg, side.ranks)
-    own = side if side.name else None
-    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel, own) as device:
-        right, text, figures = answer(side.cfg, parallel_setup.open_layout(side.cfg.parallel, device))
-        if rank == side.first:
-            print(f"{side.name}: {text}" if side.name else text, flush=True)
+    refuse(cfg, parallel_setup.launched_world_size())
+    with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
+        right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))
+        if rank == 0:
+            print(text, flush=True)
             if args.json:
-                path = Path(args.json)
-                path = path.with_name(f"samplers-{path.name}") if side.first else path
-                path.write_text(json.dumps(figures, indent=1) + "\n")
+                Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if right else 1

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 import rollout
+import weight_sync
 from checks import launched, sampling_check
 from data_gsm8k import Question
 from engines import factory
 from engines.interface import Engine
 from facts.architectures import Architecture
-from facts.exits import InputError
 from facts.seeds import derive_seed
 from hardware import device as devices
 from inputs import hf_config
@@ -181,7 +181,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     learner = Learner(cfg, policy, pad_token)
     replay = learner.replay or (routing_replay.RoutingReplay(model, arch, parallel) if any(arch.moe_layers) else None)
     engine = factory.open_engine(cfg, arch, parallel.device, {pad_token}, pad_token)
-    push = Push(cfg, policy, engine)
+    push = Push(weight_sync.way_of(cfg, policy), engine)
     probe = list(range(1, 1 + min(2 * PROMPT_TOKENS, cfg.data.max_prompt_tokens)))
     if cfg.rollout.expert_parallel:
         push.check_start(probe)
@@ -315,8 +315,6 @@ def as_text(figures: dict) -> list[str]:
 def refuse(cfg: Config, ranks: int) -> None:
     """InputError unless the two layers fit the layout of the ranks."""
     arch = hf_config.parse(settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens))
-    if cfg.rollout.ranks:
-        raise InputError("rollout.ranks: --layers needs trainer and sampler on the same ranks; needed: 0")
     refuse_first(problems(cfg, arch, ranks))
 
 

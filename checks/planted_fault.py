@@ -25,6 +25,7 @@ from facts.exits import InputError
 from facts.seeds import derive_seed
 from inputs.config import command
 from inputs.files import shown
+from knobs import Merging
 
 Function = Callable[..., Any]
 
@@ -72,15 +73,26 @@ def lost_experts(right: Function) -> Function:
     return merged
 
 
-def altered_evaluation(right: Function) -> Function:
-    """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained."""
+def altered_evaluation(right: Any) -> Any:
+    """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained.
 
-    def evaluate(sampler: Any, version: int) -> Any:
-        if version:  # the policy before the first step is the base model, and has not been pushed with noise yet
-            sampler.push(version)
-        return right(sampler, version)
+    ``right`` is the class Push. The first evaluation, of the base model, is right.
+    """
 
-    return evaluate
+    class AlteredPush(right):
+        def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
+            self.next = step + 1, probe
+            return super().__call__(step, probe)
+
+        def clean(self) -> None:
+            if not hasattr(self, "next"):
+                super().clean()
+                return
+            again = self.next
+            self(*again)
+            self.next = again
+
+    return AlteredPush
 
 
 # ------------------------------------------------------------------------------------------------ faults of the sampler
@@ -112,25 +124,26 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
     from facts.architectures import tensor_shapes
 
     class RoundingPush(right):
-        def __init__(self, cfg: Any, policy: Any, engine: Any) -> None:
+        def __init__(self, way: Any, engine: Any) -> None:
+            cfg, policy = way.cfg, way.policy
             if cfg.aqn.schedule != "off":
                 raise InputError(f"aqn.schedule: {cfg.aqn.schedule}; needed with a fault that rounds weights: off")
-            if cfg.keeps_factors_apart:
+            if cfg.merging is Merging.NOWHERE:
                 raise InputError(f"rollout.sync: {cfg.rollout.sync}; needed with a fault that rounds weights: merged")
             self.matrices = {name for name in tensor_shapes(policy.arch) if name.endswith("_proj.weight")}
-            super().__init__(cfg, policy, engine)
+            super().__init__(way, engine)
 
         def _usable_stacks(self) -> dict[str, Any]:
             """None, so that the trainer does not compute with experts in the memory of the engine."""
             return {}
 
-        def _export(self, only: set[str] | None = None) -> Any:
+        def tensors(self, only: set[str] | None = None) -> Any:
             """With ``only``, these tensors and all matrices: a clean push takes the rounding away from all of them."""
-            return super()._export(None if only is None else only | self.matrices)
+            return super().tensors(None if only is None else only | self.matrices)
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
             metrics = super().__call__(step, probe)
-            tensors = self._export(set())
+            tensors = self.tensors(set())
             named = (
                 (name, rounded_weights(x, int(bits), down=down) if name in self.matrices else x) for name, x in tensors
             )
@@ -214,9 +227,9 @@ FAULTS = {
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
     "foreign_routes": Fault("model.routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
-    "altered_evaluation": Fault("run.sampler.Sampler.evaluate", altered_evaluation),
-    "rounded": Fault("run.sampler.Push", rounded, BITS),
-    "rounded_down": Fault("run.sampler.Push", functools.partial(rounded, down=True), BITS),
+    "altered_evaluation": Fault("weight_sync.Push", altered_evaluation),
+    "rounded": Fault("weight_sync.Push", rounded, BITS),
+    "rounded_down": Fault("weight_sync.Push", functools.partial(rounded, down=True), BITS),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }

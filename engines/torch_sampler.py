@@ -16,7 +16,7 @@ from engines.torch_decoder import Decoder
 from facts.architectures import Architecture, layers
 from facts.exits import InputError, Tripped
 from hardware.device import DTYPES
-from knobs import Config, LoraConfig
+from knobs import Config, LoraConfig, Merging
 from plan.capacity import MOST_SEQUENCES
 
 
@@ -174,6 +174,6 @@ def open_engine(
         pad_token=pad_token,
         dtype=DTYPES[cfg.model.dtype],
         device=device,
-        adapter=cfg.lora if cfg.keeps_factors_apart else None,
+        adapter=cfg.lora if cfg.merging is Merging.NOWHERE else None,
         beat=beat,
     )

@@ -12,7 +12,7 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from hardware import device as devices
 from inputs.rules import engine_shards, exchanging_ranks, refuse_first, sampler_problems
-from knobs import Config
+from knobs import Config, Merging
 from plan import capacity
 
 
@@ -31,7 +31,7 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
             "replay.mode: r3, but from 0.30 on vllm-ascend records routes in its Model Runner V2 only, which has not "
             "been run; needed: r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
         )
-    if cfg.keeps_factors_apart:
+    if cfg.merging is Merging.NOWHERE:
         vllm_adapter.check_version(device)
     if (exchanging := exchanging_ranks(on_device, arch, ranks)) > 1:
         rows = _max_sequences(cfg, arch, ranks)
@@ -62,7 +62,7 @@ def open_engine(
             kv_cache_mib=rollout.kv_cache_mib,
             max_sequences=_max_sequences(cfg, arch, dist.get_world_size()),
             routed_experts=cfg.replay.mode == "r3",
-            adapter=cfg.lora if cfg.keeps_factors_apart else None,
+            adapter=cfg.lora if cfg.merging is Merging.NOWHERE else None,
             beat=beat,
         )
 

@@ -225,11 +225,11 @@ def _sentence(fault: Any) -> str:
     or_function = ", or FILE.py:NAME" * str(fault["loc"][-1]).startswith("literal[")
     section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+    if key in REPLACED:
+        return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
     if key in REMOVED:
         planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)
         return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}{planted}; needed: leave it out"
-    if key in REPLACED:
-        return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":
@@ -291,10 +291,15 @@ REMOVED = {
     "rollout.logit_noise": 0.0, "loss.score_centering": 0, "tiny_model.shared_expert_width": 64,
     "model.attention_shapes": "auto", "model.quantised": ["experts"], "aqn.router": "noisy", "aqn.bf16": "grid",
     "rollout.top_p": 1.0, "rollout.top_k": 0, "replay.reference": "replayed", "parallel.expert_tensor": 1,
+    "rollout.ranks": 0,
 }  # fmt: skip
 
-# Keys of version 0.1 that have another name and value now: what to write instead.
-REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false"} | {
+# Keys that others have replaced: what to write instead.
+REPLACED = {
+    "train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false",
+    "rollout.ranks": "leave it out, because every rank trains and samples (rollout.staleness=1 still samples with the "
+    "policy of one step ago, which shows what sampling ahead costs in learning)",
+} | {
     f"checks.{name}": f"{name} in the list checks.warn or checks.off, or in neither: then it stops the run"
     for name in CHECKS
 }
@@ -303,7 +308,7 @@ REPLACED = {"train.tensorboard": "train.trackers: [tensorboard] for true, or lea
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib", "rollout.ranks"}
+    | {"rollout.tensor", "rollout.expert_parallel", "rollout.kv_cache_mib"}
     | {"train.out_dir", "train.checkpoint_every", "train.keep_last", "train.resume", "train.changed_inputs"}
     | {"train.completions_logged", "train.stall_seconds", "train.trackers", "train.profile_steps"}
     | REPLACED.keys()

@@ -5,14 +5,12 @@ adds what only its installed package can say. A message says the key, what was f
 sizes that work.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt
-from typing import NamedTuple
 
 from facts.architectures import Architecture
-from facts.engines import ENGINES, whole_experts
+from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.limits import ELEMENT_BYTES, cache_mib, int4_problem
 from inputs.files import shown
@@ -24,6 +22,7 @@ from knobs import (
     EvalConfig,
     LoraConfig,
     LossConfig,
+    Merging,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -55,13 +54,12 @@ def problems(
         found += engine_shards(cfg.rollout, cfg.parallel, cfg.device)
         found += batch_sizes(cfg.optim, cfg.rollout, cfg.data)
     if cfg.rollout.engine == "vllm":
-        found += _vllm(cfg.rollout, cfg.eval, cfg.lora, apart=cfg.keeps_factors_apart)
+        found += _vllm(cfg.rollout, cfg.eval, cfg.lora, apart=cfg.merging is Merging.NOWHERE)
     found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
     found += _loss(cfg.loss, cfg.rollout, cfg.reward)
     found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
-        for side in sides(cfg, ranks):
-            found += [f"{side.name}: {problem}" if side.name else problem for problem in side_problems(side, arch)]
+        found += layout_problems(cfg, arch, ranks)
     return found
 
 
@@ -132,8 +130,7 @@ def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str)
     """With rollout.expert_parallel vLLM's shards are those of the trainer. ``device``: as the key, or resolved."""
     if rollout.expert_parallel and device in ("cpu", "cuda"):
         yield f"rollout.expert_parallel: device {device} packs vLLM's weights; needed: npu {STREAMED}"
-    # With rollout.ranks `sides` chooses sizes that fit.
-    if rollout.expert_parallel and not rollout.ranks and rollout.tensor != parallel.tensor:
+    if rollout.expert_parallel and rollout.tensor != parallel.tensor:
         yield (
             f"rollout.tensor: {rollout.tensor} with rollout.expert_parallel splits attention differently than "
             f"parallel.tensor {parallel.tensor}; needed: the same {STREAMED}"
@@ -213,8 +210,6 @@ def _loss(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Ite
             f"rollout.staleness: {rollout.staleness} trains on samples of an older policy; needed: a loss.importance, "
             "which corrects for it, or loss.importance uncorrected"
         )
-    if rollout.ranks > 0 and rollout.staleness != 1:
-        yield f"rollout.staleness: {rollout.staleness}; needed with rollout.ranks, which are one step ahead: 1"
     if rollout.staleness == 0 and loss.importance == "uncorrected":
         yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
     overlong = reward.overlong
@@ -241,49 +236,9 @@ def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None)
 # -------------------------------------------------------------------------------- the model, and the ranks that hold it
 
 
-class Side(NamedTuple):
-    """Ranks that train, that sample, or that do both in turn; they are a world of their own."""
-
-    name: str  # "" for both in turn | trainers | samplers
-    cfg: Config  # with the layout of these ranks
-    first: int  # their lowest rank under torchrun
-    ranks: int
-
-
-def sides(cfg: Config, ranks: int) -> list[Side]:
-    """The two sides of ``ranks`` ranks under rollout.ranks, or the one side without. InputError if there is no trainer.
-
-    The samplers hold the frozen model in the trainers' layout, as far as their number divides, to merge the adapters
-    into it; under rollout.expert_parallel in that of the engine.
-    """
-    rollout, parallel = cfg.rollout, cfg.parallel
-    if not (samplers := rollout.ranks):
-        return [Side("", cfg, 0, ranks)]
-    if samplers >= ranks:
-        raise InputError(f"rollout.ranks: {samplers} of {ranks} ranks sample, so none trains; needed: fewer")
-    tensor, expert = math.gcd(parallel.tensor, samplers), math.gcd(parallel.expert, samplers)
-    sizes = {"tensor": tensor, "expert": expert}
-    if rollout.expert_parallel:
-        sizes = {"tensor": rollout.tensor, "expert": samplers}
-    trainers = cfg.changed(rollout={"tensor": 1, "expert_parallel": False})
-    return [
-        Side("trainers", trainers, 0, ranks - samplers),
-        Side("samplers", cfg.changed(parallel=sizes), ranks - samplers, samplers),
-    ]
-
-
-def side_of(cfg: Config, ranks: int, rank: int) -> Side:
-    """The side of ``rank``."""
-    return next(side for side in reversed(sides(cfg, ranks)) if rank >= side.first)
-
-
-def side_problems(side: Side, arch: Architecture) -> list[str]:
-    """The trainer_problems of a side, and the sampler_problems of one that samples."""
-    samples = side.name != "trainers"
-    return [
-        *trainer_problems(side.cfg, arch, side.ranks),
-        *(sampler_problems(side.cfg, arch, side.ranks) if samples else []),
-    ]
+def layout_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
+    """The trainer_problems and the sampler_problems of ``ranks`` ranks."""
+    return [*trainer_problems(cfg, arch, ranks), *sampler_problems(cfg, arch, ranks)]
 
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
@@ -368,7 +323,7 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
         *_cache(cfg.rollout, cfg.row_tokens, cache),
         *_vllm_model(cfg.device, cfg.rollout, arch),
         *(_expert_kernels(cfg.rollout, arch, exchanging) if exchanging > 1 else []),
-        *(_vllm_lora(cfg.device, cfg.model, cfg.lora, arch) if cfg.keeps_factors_apart else []),
+        *(_vllm_lora(cfg.device, cfg.model, cfg.lora, arch) if cfg.merging is Merging.NOWHERE else []),
     ]
 
 
@@ -433,8 +388,7 @@ def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
         return 1
     if cfg.rollout.expert_parallel:
         return ranks
-    whole = whole_experts(cfg.device, routes=cfg.replay.mode == "r3", adapter=cfg.keeps_factors_apart)
-    return cfg.rollout.tensor if whole else 1
+    return cfg.rollout.tensor if cfg.has_whole_experts(cfg.device) else 1
 
 
 def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:

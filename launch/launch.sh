@@ -5,7 +5,6 @@
 #   EXTRA                              further section.key=value pairs
 #   GIB                                memory of a device for the plan, if it is not that of the plan's own
 #   NODES                              the number of machines, if there are several
-#   SAMPLERS                           the last so many ranks only sample; LAYOUT is that of the others
 # and then sources this file, which goes to the root of the checkout and starts the run.
 # From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
 
@@ -86,13 +85,12 @@ launch() {
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
         { echo "error: LAYOUT: $LAYOUT: expected tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
 
-    local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE)) samplers=${SAMPLERS:-0}
+    local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
-    if [ "$CONFIG" = configs/qwen3.yaml ] && [ "$samplers" = 0 ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
+    if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
         # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts a rank leave less room.
         overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
-    [ "$samplers" = 0 ] || overrides+=("rollout.ranks=$samplers" "rollout.staleness=1")
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
     [ -z "$TRAIN" ] || overrides+=("data.train_path=$TRAIN")
     [ -z "$TEST" ] || overrides+=("data.test_path=$TEST")

@@ -19,7 +19,7 @@ from runlog.run_record import read_lines
 TRAINING = ("timing/old_logp_s", "timing/reference_s", "timing/update_s")  # seconds of timing.jsonl
 PLANNED = ("old policy", "reference", "update forward", "update backward", "optimizer")  # the same in the plan
 NEEDED = ("timing/generate_s", "timing/update_s", "timing/step_s")
-READ = {*NEEDED, *TRAINING, "samplers/generate_s", "perf/tokens_per_s"}
+READ = {*NEEDED, *TRAINING, "perf/tokens_per_s"}
 
 
 def read(path: Path) -> dict[str, float]:
@@ -66,8 +66,7 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     traffic = sum(times.phases[phase] for phase in PLANNED) - arithmetic
     training = sum(timing.get(name, 0.0) for name in TRAINING)
     share = arithmetic / max(training - traffic, arithmetic)
-    generating = timing.get("samplers/generate_s", timing["timing/generate_s"])  # samplers: on ranks of their own
-    decoding = max(0.0, generating - times.phases["prefill"] / share)
+    decoding = max(0.0, timing["timing/generate_s"] - times.phases["prefill"] / share)
     layer = "eager_layer_seconds" if cfg.rollout.enforce_eager else "graph_layer_seconds"
     constants = {"training_share": share, layer: decoding / (times.decode_steps * setting.arch.num_layers)}
     return dataclasses.replace(setting, hardware=dataclasses.replace(setting.hardware, **constants))

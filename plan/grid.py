@@ -22,7 +22,6 @@ class RankGrid:
     engine_tensor: int  # ranks that share one copy of the attention for sampling
     engine_expert: int  # ranks that share one copy of the experts for sampling: engine_tensor, or all ranks
     ranks_per_node: int = 2**30
-    role: str = ""  # trainers or samplers, if others do the other work (rules.Side)
 
     @property
     def data(self) -> int:
@@ -60,16 +59,14 @@ class RankGrid:
 WHOLE = RankGrid(1, 1, 1, 1, 1)  # one rank that holds everything
 
 
-def of(
-    parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_node: int = 2**30, role: str = ""
-) -> RankGrid:
-    """The grid of ``ranks`` ranks; of one side if they have a ``role``.
+def of(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_node: int = 2**30) -> RankGrid:
+    """The grid of ``ranks`` ranks.
 
     The torch engine has a copy of the model on each rank.
     """
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
-    return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node, role)
+    return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node)
 
 
 PURPOSE = {
@@ -131,5 +128,4 @@ def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str,
     if device != "cpu":
         return ranks_per_node
     layout = of(parallel, rollout, 1)
-    engine = 1 if rollout.ranks else layout.engine_tensor  # which the samplers have
-    return math.lcm(layout.tensor, layout.expert, engine) + rollout.ranks
+    return math.lcm(layout.tensor, layout.expert, layout.engine_tensor)

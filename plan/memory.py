@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from facts.architectures import Architecture, modules
 from facts.limits import ELEMENT_BYTES, HCCL_BUFFER_MIB, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
-from knobs import Config, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
+from knobs import Config, LoraConfig, Merging, ModelConfig, OptimConfig, RolloutConfig
 from plan.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
@@ -23,13 +23,13 @@ from plan.parameters import (
     checkpoint_bytes,
     engine_parameters,
     gathered_by_a_save,
-    has_stacks,
     lora_parameters,
     merged_at_once,
     merged_by_target,
     merged_weights,
     shared_experts,
 )
+from plan.way import Way
 
 GIB = 2**30
 
@@ -182,7 +182,6 @@ class Memory:
 # The parts that stay in memory after loading.
 RESIDENT = ("base", "lora", "optimizer", "older factors", "engine weights", "engine factors", "key-value cache")
 RESIDENT += ("communication buffers", "runtime")
-TRAINING = ("load", "reference", "update", "optimizer", "save")  # sending the policy gathers like a checkpoint
 
 
 def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
@@ -245,18 +244,10 @@ def step_memory(
     # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
     # experts if the engine uses the trainer's own shards.
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
-    adapter, frozen, merged = cfg.keeps_factors_apart, 0, 0
-    stacks_filled = has_stacks(rollout, layout, device, routes=cfg.replay.mode == "r3", adapter=adapter)
-    if stacks_filled:
-        shared = shared_experts(
-            arch,
-            cfg.lora,
-            layout,
-            adapter=adapter,
-            shares_merged=cfg.shares_merged,
-            shares_frozen=cfg.model.quantisation == "none",
-        )
-        frozen, merged = (size * element for size in shared)
+    adapter, in_passes = cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES
+    way = Way(cfg, layout, device)
+    stacks_filled = way.fills_stacks
+    frozen, merged = (size * element for size in shared_experts(way, arch))
     if layout.engine_expert > layout.engine_tensor:
         first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
     else:
@@ -271,37 +262,34 @@ def step_memory(
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
     one_merged = max(max(merged_by_target(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
-    merges = cfg.trains_merged and cfg.earlier_passes > 0
+    merges = in_passes and cfg.earlier_passes > 0
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
-    trains, samples = layout.role != "samplers", layout.role != "trainers"
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation)
     parts = {
         "base": base - frozen,
         "lora": lora,
-        "optimizer": 2 * lora * trains,  # AdamW's two moments
-        "older factors": lora * cfg.rollout.staleness * trains,
-        "engine weights": engine_parameters(arch, layout) * element * samples,
-        "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * cfg.keeps_factors_apart * samples,
-        "key-value cache": _cache(rollout, arch, cached_rows, cfg.data.max_prompt_tokens, cfg.model.dtype) * samples,
+        "optimizer": 2 * lora,  # AdamW's two moments
+        "older factors": lora * cfg.rollout.staleness,
+        "engine weights": engine_parameters(arch, layout) * element,
+        "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * adapter,
+        "key-value cache": _cache(rollout, arch, cached_rows, cfg.data.max_prompt_tokens, cfg.model.dtype),
         "routing records": own_sequences * cfg.row_tokens * routing,
         "communication buffers": communication_buffers(layout, device),
-        "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves * samples),
+        "runtime": int(RUNTIME_BYTES[device] + GRAPH_BYTES[device] * rollout.kind.reserves),
         "gradients": lora,
         "dequantised weights": dequantised,
-        "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute, apart)
-        * element
-        * cfg.trains_merged,
+        "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute, apart) * element * in_passes,
         "activations": work.peak,
         "logits chunk": work.logits,  # within the activations
         "margin": int(MARGIN * capacity),
     }
     merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
     # Beyond the fullest moment of the other work. Experts that are merged in the engine's memory are merged before it.
-    parts["merging in fp32"] = max(0, merging) * (cfg.trains_merged and not merged)
+    parts["merging in fp32"] = max(0, merging) * (in_passes and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
     # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
-    gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * cfg.keeps_factors_apart
+    gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * adapter
     sampling = activations(
         arch,
         cfg.lora,
@@ -315,15 +303,15 @@ def step_memory(
     # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
     merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
-    swapped = lora * trains * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
+    swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
     # Rank 0 has a checkpoint in the memory of the host.
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
         # The first push. With factors apart, the host has the frozen experts until they are shared.
-        "start": resident + first_group + frozen * (device == "cpu" or not cfg.keeps_factors_apart),
-        "sync": resident + swapped + group + gathered + merging_push * (not cfg.keeps_factors_apart),
+        "start": resident + first_group + frozen * (device == "cpu" or not adapter),
+        "sync": resident + swapped + group + gathered + merging_push * (not adapter),
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight, or stack of experts, at a time.
@@ -336,10 +324,6 @@ def step_memory(
         "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, device) + checkpoint,
     }
-    kept = {"": phases, "samplers": ("load", "start", "sync", "rollout"), "trainers": TRAINING}[layout.role]
-    if not trains:
-        parts = {name: size for name, size in parts.items() if name in RESIDENT or name == "margin"}
-    phases = {name: size for name, size in phases.items() if name in kept}
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
 
 

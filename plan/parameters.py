@@ -4,11 +4,11 @@ import functools
 import math
 
 from facts.architectures import Architecture, Module, every_module, modules, over_layers
-from facts.engines import whole_experts
 from facts.limits import PIECE, int4_bytes, merged_together
-from knobs import LoraConfig, RolloutConfig
+from knobs import LoraConfig
 from plan import grid
 from plan.grid import RankGrid
+from plan.way import Way
 
 
 def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
@@ -67,38 +67,13 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
-def has_stacks(rollout: RolloutConfig, layout: RankGrid, device: str, *, routes: bool, adapter: bool) -> bool:
-    """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly those of the trainer.
-
-    Push asks this function, too, so all ranks take the same way. An engine whose ranks split the experts in
-    another way than the trainer's, or that split each expert, have some rank whose experts are elsewhere. ``routes``:
-    the engine records them. ``adapter``: it gets the factors apart from the weights.
-    """
-    packs = device in rollout.kind.packs_on or layout.role == "trainers"
-    fits = layout.engine_expert == 1 or splits_as_trainer(layout)
-    whole = whole_experts(device, routes=routes, adapter=adapter)
-    splits_each = layout.engine_expert > 1 and not (whole or rollout.expert_parallel)
-    return not packs and fits and not splits_each
-
-
-def splits_as_trainer(layout: RankGrid) -> bool:
-    """Whether the engine's ranks split the experts as the trainer's do, so that a rank has the same ones in both."""
-    return layout.engine_expert == layout.expert
-
-
-def shared_experts(
-    arch: Architecture, lora: LoraConfig, layout: RankGrid, *, adapter: bool, shares_merged: bool, shares_frozen: bool
-) -> tuple[int, int]:
-    """Parameters of frozen and of merged experts that trainer and engine of a rank hold once, if it has_stacks.
-
-    ``adapter``: the engine gets the factors, so no experts are merged. See Push._share_experts.
-    """
-    merged = () if adapter else lora.targets
+def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
+    """Count the parameters of frozen and of merged experts that trainer and engine of a rank hold once."""
     sizes = [0, 0]
-    for module in (module for module in every_module(arch) if module.kind == "experts"):
-        is_merged = module.target in merged
-        if shares_merged if is_merged else shares_frozen:
-            sizes[is_merged] += sum(arch.moe_layers) * math.prod(on_rank(module, layout))
+    for module in every_module(arch):
+        adapted = module.target in way.cfg.lora.targets
+        if module.kind == "experts" and way.shares(adapted):
+            sizes[way.merges(adapted)] += sum(arch.moe_layers) * math.prod(on_rank(module, way.layout))
     return sizes[0], sizes[1]
 
 
@@ -109,7 +84,7 @@ def merged_by_target(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_
 
 
 def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, experts: bool = True) -> int:
-    """Elements of the largest adapted weight, or stack of experts (lora_megatron.stacks), that is merged at once."""
+    """Count the elements of the largest weight, or stack of experts (lora_megatron.merged_parts), merged at once."""
 
     def at_once(module: Module) -> int:
         copies, rows, columns = on_rank(module, layout)

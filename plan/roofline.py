@@ -17,14 +17,11 @@ from typing import NamedTuple
 from facts.architectures import Architecture, Module, over_layers
 from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from facts.limits import ELEMENT_BYTES
-from knobs import Config, LoraConfig, OptimConfig
+from knobs import Config, LoraConfig, Merging, OptimConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 
-# Bytes a second of the factors from one process to another by gloo, measured on one CPU: to the samplers, with a
-# checksum on both ends; and among them, where the first of N sends log2 N copies.
-HOST_BANDWIDTH, COPY_BANDWIDTH = 0.9e9, 3.1e9
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
 DECODING = ("with graphs", "without graphs")
@@ -76,7 +73,7 @@ def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
 def update_flops(
     arch: Architecture, lora: LoraConfig, rows: Rows, *, recompute: bool, merged: bool
 ) -> tuple[float, float]:
-    """Operations of the forward and of the backward pass of an update. ``merged``: Config.trains_merged.
+    """Operations of the forward and of the backward pass of an update. ``merged``: whether the passes merge.
 
     Frozen weights get no gradient, so a linear layer costs once more; attention costs 2.5 times its forward pass, the
     head computes its logits again, and the factors get gradients. Where the trainer merges its weights, the factors'
@@ -212,9 +209,6 @@ def optimizer_seconds(
 # ------------------------------------------------------------------------------------------------ the phases of a step
 
 
-SAMPLING, EXCHANGE = ("sync", "prefill", "decode"), "exchange"
-
-
 @dataclass(frozen=True)
 class Times:
     """Seconds of each phase of a step by cause, and the numbers behind them."""
@@ -224,25 +218,14 @@ class Times:
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
     waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
-    apart: bool = False  # the phases of SAMPLING take place beside the others, on other ranks
 
     @property
     def phases(self) -> dict[str, float]:
         return {phase: sum(causes.values()) for phase, causes in self.causes.items()}
 
     @property
-    def counting(self) -> dict[str, float]:
-        """The phases that make up a step: with two sides those of the slower one, and the exchange."""
-        if not self.apart:
-            return self.phases
-        sampling = {name: seconds for name, seconds in self.phases.items() if name in SAMPLING}
-        training = {name: seconds for name, seconds in self.phases.items() if name not in (*SAMPLING, EXCHANGE)}
-        slower_side = max(sampling, training, key=lambda side: sum(side.values()))
-        return slower_side | {EXCHANGE: self.phases[EXCHANGE]}
-
-    @property
     def total(self) -> float:
-        return sum(self.counting.values())
+        return sum(self.phases.values())
 
     @property
     def step(self) -> Range:
@@ -252,7 +235,7 @@ class Times:
     @property
     def long_phases(self) -> list[str]:
         """The phases that are worth shortening, because they take a tenth of the step or more."""
-        return [name for name, seconds in self.counting.items() if seconds >= 0.1 * self.total]
+        return [name for name, seconds in self.phases.items() if seconds >= 0.1 * self.total]
 
     def bound(self, phase: str) -> str:
         """The cause that takes most of ``phase``."""
@@ -286,7 +269,7 @@ def step_times(
     )
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
     parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
-    for of_groups in rounds if layout.role != "trainers" else []:
+    for of_groups in rounds:
         waves, running = _waves(math.ceil(memory.wanted_rows * of_groups), memory, layout)
         for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
             parts.append((steps, step(sequences=max(1, running * share), context=prompt + tokens)))
@@ -305,11 +288,15 @@ def step_times(
         return longer | {cause: hardware.sends(size, away[cause]) / hardware.link_share for cause, size in sent.items()}
 
     frozen = sum(forward_flops(arch, trained).values())
-    policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (not cfg.trains_merged)
-    first, second = update_flops(arch, cfg.lora, trained, recompute=cfg.model.recompute, merged=cfg.trains_merged)
+    policy = frozen + lora_flops(arch, cfg.lora, trained.tokens) * (cfg.merging < Merging.PASSES)
+    first, second = update_flops(
+        arch, cfg.lora, trained, recompute=cfg.model.recompute, merged=cfg.merging >= Merging.PASSES
+    )
     prompts = forward_flops(arch, equal_rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
     once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
-    in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * cfg.trains_merged
+    in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * (
+        cfg.merging >= Merging.PASSES
+    )
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
     forward, backward = UPDATE_LAUNCHES[cfg.model.recompute]
     share = cfg.earlier_passes
@@ -317,7 +304,7 @@ def step_times(
     merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
     old_policy = passing(policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     causes = {
-        "sync": sync_seconds(arch, cfg.lora, layout, hardware, element, apart=cfg.keeps_factors_apart)
+        "sync": sync_seconds(arch, cfg.lora, layout, hardware, element, apart=cfg.merging is Merging.NOWHERE)
         | {"merging": once},
         "prefill": {"arithmetic": sum(prompts.values()) / rate},
         "decode": decoding[DECODING[rollout.enforce_eager]],
@@ -344,19 +331,6 @@ def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt
     rows = -(-optim.prompts_per_update * group_size // layout.data)
     a_row = completion + prompt / group_size + (prompt + completion) / 4
     return -(-rows // max(1, int(optim.tokens_per_micro_batch // a_row)))
-
-
-def beside(trainers: Times, samplers: Times, arch: Architecture, lora: LoraConfig, ranks: int) -> Times:
-    """The step of two sides that work at the same time and meet twice; ``ranks``: of the samplers."""
-    size = 4 * lora_parameters(arch, lora, WHOLE)
-    exchange = {"factors": size / HOST_BANDWIDTH, "copies": size * math.ceil(math.log2(ranks)) / COPY_BANDWIDTH}
-    causes = {name: (samplers if name in SAMPLING else trainers).causes[name] for name in samplers.causes}
-    return dataclasses.replace(
-        samplers,
-        causes=causes | {EXCHANGE: exchange},
-        micro_batches=trainers.micro_batches,
-        apart=True,
-    )
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:

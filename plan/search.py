@@ -16,17 +16,14 @@ from pathlib import Path
 
 from facts.architectures import Architecture
 from facts.devices import Hardware
-from facts.exits import InputError
 from facts.limits import ELEMENT_BYTES, cache_mib
 from facts.root import ROOT
 from inputs.rules import (
-    Side,
     batch_sizes,
     divisors,
     engine_shards,
+    layout_problems,
     sampler_problems,
-    side_problems,
-    sides,
     trainer_problems,
 )
 from knobs import Config
@@ -58,7 +55,6 @@ class Verdict:
     reasons: list[str]
     memory: Memory | None = None
     timed: Callable[[], roofline.Times | None] = lambda: None  # called once, and not if a search drops the layout
-    samplers: "Verdict | None" = None  # of rollout.ranks; the rest is then that of the trainers
 
     @functools.cached_property
     def times(self) -> roofline.Times | None:
@@ -66,50 +62,27 @@ class Verdict:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank of both sides."""
-        return max(side.memory.peak for side in (self, self.samplers) if side)
+        """Bytes of the fullest rank."""
+        return self.memory.peak
 
     @property
     def ranks(self) -> int:
-        return self.layout.ranks + (self.samplers.layout.ranks if self.samplers else 0)
+        return self.layout.ranks
 
 
-def broken_rules(side: Side, arch: Architecture) -> list[str]:
-    """The rules of inputs/rules.py about layouts that ``side`` breaks."""
-    cfg = side.cfg
+def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
+    """The rules of inputs/rules.py about layouts that this one breaks."""
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
-        *side_problems(side, arch),
+        *layout_problems(cfg, arch, ranks),
     ]
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/rules.py, then compare the memory with the device's.
-
-    With rollout.ranks both sides are judged. A step then takes as long as the slower one, and the exchange.
-    """
-    try:
-        judged = [_judge_side(side, ranks, setting) for side in sides(cfg, ranks)]
-    except InputError as error:
-        return Verdict(cfg, grid.of(cfg.parallel, cfg.rollout, ranks, setting.ranks_per_node), [str(error)])
-    if len(judged) == 1:
-        return judged[0]
-    trainers, samplers = judged
-
-    def timed() -> roofline.Times | None:
-        if trainers.times is None or samplers.times is None:
-            return None
-        return roofline.beside(trainers.times, samplers.times, setting.arch, cfg.lora, cfg.rollout.ranks)
-
-    reasons = [f"{side.layout.role}: {reason}" for side in (trainers, samplers) for reason in side.reasons]
-    return Verdict(cfg, trainers.layout, reasons, trainers.memory, timed, samplers)
-
-
-def _judge_side(side: Side, ranks: int, setting: Setting) -> Verdict:
-    cfg, arch = side.cfg, setting.arch
-    layout = grid.of(cfg.parallel, cfg.rollout, side.ranks, setting.ranks_per_node, side.name)
-    if reasons := broken_rules(side, arch):
+    """Apply every rule of inputs/rules.py, then compare the memory with the device's."""
+    arch, layout = setting.arch, grid.of(cfg.parallel, cfg.rollout, ranks, setting.ranks_per_node)
+    if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -173,46 +146,30 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
-    """The layouts of as many ranks that take the shortest step, each with its best recompute, micro-batch and graphs.
+    """Return the layouts of as many ranks that take the shortest step, each with its best settings.
 
-    The last one is the best that samples on ranks of its own, or that does not, if all others do or do not. The number
-    of updates stays: with fewer of them a step is shorter and learns less.
+    The settings are recompute, micro-batch and graphs. The number of updates stays, because with fewer of them a step
+    is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
     for verdict in accepted(asked, _variants(asked), asked.ranks, setting):
         sampling = verdict.cfg.rollout
-        split = f"{verdict.cfg.parallel} {sampling.ranks} {sampling.tensor} {sampling.expert_parallel}"
+        split = f"{verdict.cfg.parallel} {sampling.tensor} {sampling.expert_parallel}"
         if split not in best or verdict.times.total < best[split].times.total:
             best[split] = verdict
-    found = sorted(best.values(), key=lambda verdict: verdict.times.total)
-    listed = found[:FASTEST]
-    ways = {bool(verdict.samplers) for verdict in listed}
-    others = [verdict for verdict in found if bool(verdict.samplers) not in ways]
-    return [*listed[:-1], others[0]] if others else listed
+    return sorted(best.values(), key=lambda verdict: verdict.times.total)[:FASTEST]
 
 
 def _variants(asked: Verdict) -> Iterator[Config]:
-    """What was asked with every way of sampling, recompute, micro-batch and graphs that fastest() compares.
-
-    All ranks sample, or a quarter, a half or three quarters of them do nothing else, one step ahead.
-    """
-    cfg, ranks = asked.cfg, asked.ranks
-    weights = cfg.loss.importance if cfg.loss.corrects else "none"
-    together = cfg.changed(rollout={"ranks": 0, "staleness": 0}, loss={"importance": weights})
-    ways = [together if cfg.rollout.ranks else cfg]
-    importance = "token" if cfg.loss.importance == "none" else cfg.loss.importance
-    for part in sorted({ranks // 4, ranks // 2, ranks * 3 // 4, cfg.rollout.ranks}):
-        if 0 < part < ranks:
-            rollout = {"ranks": part, "staleness": 1}
-            ways.append(cfg.changed(rollout=rollout, loss={"importance": importance}))
+    """Yield the configuration with every recompute, micro-batch and graphs that fastest() compares."""
+    cfg = asked.cfg
     tokens = cfg.optim.tokens_per_micro_batch
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
-    for way in ways:
-        sizes = (tokens // 2, tokens) if way.rollout.ranks else (tokens // 2, tokens, 2 * tokens, 4 * tokens)
-        for recompute, size, eager in itertools.product((True, False), sizes, graphs):
-            if size >= cfg.row_tokens:
-                optim = {"tokens_per_micro_batch": size}
-                yield way.changed(model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
+    sizes = (tokens // 2, tokens, 2 * tokens, 4 * tokens)
+    for recompute, size, eager in itertools.product((True, False), sizes, graphs):
+        if size >= cfg.row_tokens:
+            optim = {"tokens_per_micro_batch": size}
+            yield cfg.changed(model={"recompute": recompute}, optim=optim, rollout={"enforce_eager": eager})
 
 
 def _corrected(refused: Verdict, arch: Architecture) -> Config:
@@ -250,15 +207,14 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
 
     def trains(**sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
-        return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, training)
+        return not trainer_problems(cfg.changed(parallel=split, rollout={"expert_parallel": False}), arch, ranks)
 
     def samples(tensor: int) -> bool:
         split = {"tensor": tensor, "expert_parallel": False}
-        return not sampler_problems(cfg.changed(rollout=split), arch, sampling)
+        return not sampler_problems(cfg.changed(rollout=split), arch, ranks)
 
-    training, sampling = ranks - cfg.rollout.ranks, cfg.rollout.ranks or ranks
-    sizes = divisors(training) if training > 0 else []
-    searched = divisors(sampling) if cfg.rollout.kind.splits else [cfg.rollout.tensor]
+    sizes = divisors(ranks)
+    searched = sizes if cfg.rollout.kind.splits else [cfg.rollout.tensor]
     for tensor, expert, replica, shared in itertools.product(
         [size for size in sizes if trains(tensor=size)],
         [size for size in sizes if trains(expert=size)],
@@ -286,9 +242,6 @@ KEYS = (  # that a search can change, in the order in which overrides are listed
     "parallel.expert",
     "rollout.tensor",
     "rollout.expert_parallel",
-    "rollout.ranks",
-    "rollout.staleness",
-    "loss.importance",
     "rollout.kv_cache_mib",
     "rollout.enforce_eager",
     "rollout.prompts_per_step",

@@ -1,4 +1,4 @@
-"""What a run made of its devices: tokens a second, model FLOPs utilisation (MFU), and memory beside the plan.
+"""What a run made of its devices: tokens a second and model FLOPs utilisation (MFU).
 
 MFU is the operations of the model for the tokens of the step, divided by what the devices could have computed in its
 seconds (arXiv 2204.02311). Activation recompute is no useful work there. Nothing here imports torch.
@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from facts.architectures import Architecture
 from facts.devices import HARDWARE
-from inputs.rules import sides
-from knobs import Config, LoraConfig
-from plan import grid, memory
+from knobs import Config, LoraConfig, Merging
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
 # What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.
@@ -67,15 +65,12 @@ def speed(
 ) -> dict[str, float]:
     """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
 
-    ``ranks``: all of them, also those that only sample. ``new_tokens``: sampled in all rounds of dynamic sampling, of
-    which the operations count like those of ``sampled``.
+    ``new_tokens`` are those of all rounds of dynamic sampling, whose operations count like those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
-    apart = cfg.rollout.ranks
-    generating = timing["samplers/generate_s" if apart else "timing/generate_s"]
     found = {
-        "perf/generate_tokens_per_s_device": new_tokens / max(generating, 1e-4) / (apart or ranks),
-        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / (ranks - apart),
+        "perf/generate_tokens_per_s_device": new_tokens / max(timing["timing/generate_s"], 1e-4) / ranks,
+        "perf/train_tokens_per_s_device": updated / max(timing["timing/update_s"], 1e-4) / ranks,
     }
     if peak is not None:
         operations = step_flops(
@@ -84,19 +79,9 @@ def speed(
             sampled,
             trained,
             rounds,
-            merged=cfg.trains_merged,
+            merged=cfg.merging >= Merging.PASSES,
             earlier_passes=cfg.earlier_passes,
             reference=cfg.loss.kl != "none",
         )
         found["perf/mfu"] = operations / (timing["timing/step_s"] * peak * ranks)
     return {name: float(f"{value:.4g}") for name, value in found.items()}
-
-
-def memory_beside_plan(cfg: Config, arch: Architecture, ranks: int, device: str, peak_gib: float, phase: str) -> str:
-    """One line for the end of a run: the most memory in use on the fullest rank, beside the planned amount."""
-    side = sides(cfg, ranks)[0]
-    plan = memory.step_memory(
-        side.cfg, arch, grid.of(side.cfg.parallel, side.cfg.rollout, side.ranks, role=side.name), device, 0
-    )
-    planned = plan.phases[plan.fullest] / memory.GIB
-    return f"device memory: at most {peak_gib:.2f} GiB in {phase}; planned: {planned:.2f} GiB in {plan.fullest}"

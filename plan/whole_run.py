@@ -38,14 +38,13 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
     """
     cfg = verdict.cfg
     times = verdict.times
-    sampling = verdict.samplers or verdict
     sets = 1 + len(cfg.eval.sets)
     questions = cfg.data.num_test if cfg.data.source == "arithmetic" else GSM8K_HELD_OUT
     questions = min(cfg.eval.num_questions or questions, questions)
     a_set = 0.0
     for answers in filter(None, (1, cfg.eval.samples)):
-        rows_at_once = max(1, min(cfg.eval.batch_size * answers, sampling.memory.cached_rows))
-        waves = -(-questions * answers // (sampling.layout.replicas * rows_at_once))
+        rows_at_once = max(1, min(cfg.eval.batch_size * answers, verdict.memory.cached_rows))
+        waves = -(-questions * answers // (verdict.layout.replicas * rows_at_once))
         a_set += waves * cfg.rollout.max_new_tokens * times.phases["decode"] / times.decode_steps
         a_set += questions * times.phases["prefill"] / cfg.rollout.prompts_per_step
     evaluations = 1 + _times_due(cfg.eval.every, cfg.train.steps)  # one before the first step

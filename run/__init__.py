@@ -1,1 +1,1 @@
-"""What surrounds the loop: the last check of the input, the start, the sampler, the tripwires, the end."""
+"""Everything around the training loop: it checks the input, starts, records and ends a run, and watches for faults."""

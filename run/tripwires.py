@@ -32,7 +32,7 @@ from facts.checks import (
     WINDOW,
 )
 from facts.exits import Tripped
-from knobs import Config, RolloutConfig
+from knobs import Config, Merging, RolloutConfig
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
@@ -215,7 +215,7 @@ class Tripwires:
         its own, may lie in memory in another order than those on the other side, and some kernels round otherwise then.
         """
         other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine != "torch"
-        most = KERNEL_GAP if self.cfg.trains_merged and other_order else 0.0
+        most = KERNEL_GAP if self.cfg.merging >= Merging.PASSES and other_order else 0.0
         if gap is not None and not gap <= most:
             self.trip(
                 "reference_kl",

@@ -146,9 +146,8 @@ class Heartbeat:
     ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
-    def __init__(self, stall_seconds: int, log: RunLog, on_beat: Callable[[], None] = lambda: None) -> None:
-        """``on_beat`` is called with every beat."""
-        self.stall_seconds, self.log, self.on_beat = stall_seconds, log, on_beat
+    def __init__(self, stall_seconds: int, log: RunLog) -> None:
+        self.stall_seconds, self.log = stall_seconds, log
         self.done, self.last = "start", time.monotonic()
         self.stopped = threading.Event()
         self.waits = False
@@ -158,7 +157,6 @@ class Heartbeat:
     def beat(self, done: str = "") -> None:
         """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
         self.done, self.last = done or self.done, time.monotonic()
-        self.on_beat()
         if self.last - self.log.said > PROGRESS_SECONDS:
             self.log.say(f"at work after: {self.done}{self.log.left()}")
 
@@ -194,13 +192,13 @@ class Heartbeat:
         limit = f"train.stall_seconds = {self.stall_seconds}"
         cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
         # In one piece: the ranks share a terminal or a log.
-        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{stacks()}".encode())
+        os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{tracebacks()}".encode())
         self.log.note(f"stopped: rank {self.log.rank} {cause}")
         time.sleep(GRACE_SECONDS)
         os._exit(STALLED)
 
 
-def stacks() -> str:
+def tracebacks() -> str:
     """The stack of every other thread of this process, innermost call last; the main thread comes last."""
     frames = sys._current_frames()
     others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]

@@ -18,7 +18,9 @@ from facts.architectures import Architecture, Module, modules, tensor_shapes
 from facts.exits import InputError
 from hardware.quantisation import Packed, quantise
 from inputs.files import first_three, read_object, read_tensors
-from lora_megatron import Adapter, attached, stacks
+from knobs import ModelConfig
+from lora_megatron import Adapter, attached, merged_parts
+from model import megatron_model
 from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel, gather
 
@@ -115,7 +117,7 @@ def _expert_slots(
     stored: Tensor | Packed, names: tuple[str, ...], module: Module, experts: range, adapter: Adapter | None
 ) -> Iterator[WeightShard]:
     """Yield the stacks of a layer's routed experts, as LoRA multiplies them; ``names`` have a place for the number."""
-    for part in stacks(stored.shape):
+    for part in merged_parts(stored.shape):
         own = tuple(name.format(number) for number in experts[part] for name in names)
         yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
 
@@ -213,6 +215,13 @@ def _weight_files(model_dir: Path) -> list[Path]:
 def unread_weights(model_dir: Path) -> list[str]:
     """Return the names of weights in other formats, which are never opened."""
     return sorted(path.name for path in model_dir.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
+
+
+def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
+    """Build this rank's shards of Megatron's model, and read its weights. Raises InputError, see read_model."""
+    model = megatron_model.build_for(cfg, arch, parallel)
+    load(model, arch, parallel, cfg.path)
+    return model
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 import lora_megatron
 from facts.architectures import Architecture
 from inputs.files import first_three
-from knobs import Config
+from knobs import Config, Merging
 from model import megatron_model
 from model.batches import MicroBatch
 from model.megatron_model import TokenStats
@@ -32,18 +32,28 @@ Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece
 class Policy:
     """The model with its adapters. Every rank makes the same calls: most of them are collective."""
 
-    def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> None:
-        """Freeze ``model`` and put new adapters on it. InputError for a member of lora.targets that it lacks."""
+    def __init__(
+        self,
+        cfg: Config,
+        arch: Architecture,
+        parallel: Parallel,
+        model: torch.nn.Module,
+    ) -> None:
+        """Take ``model``, to which lora_megatron.attach_for has attached adapters."""
         self.cfg, self.arch, self.parallel, self.model = cfg, arch, parallel, model
-        self.adapters = lora_megatron.attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.trains_merged)
+        self.adapters = lora_megatron.attached(model)
         self.factors = lora_megatron.factors(self.adapters)
 
     @classmethod
-    def load(cls, cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
-        """The model of model.path on the host, with new adapters."""
-        model = megatron_model.build_for(cfg.model, arch, parallel)
-        huggingface.load(model, arch, parallel, cfg.model.path)
+    def on(cls, cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> Policy:
+        """Attach new adapters to ``model``."""
+        lora_megatron.attach_for(model, cfg, parallel)
         return cls(cfg, arch, parallel, model)
+
+    @classmethod
+    def load(cls, cfg: Config, arch: Architecture, parallel: Parallel) -> Policy:
+        """Load the model of model.path and attach new adapters, for a command that trains nothing."""
+        return cls.on(cfg, arch, parallel, huggingface.load_model(cfg.model, arch, parallel))
 
     # ------------------------------------------------------------------------------------------------ its log-probs
 
@@ -188,7 +198,7 @@ class Policy:
         update, error = pair
         torch.matmul(first, second, out=update).mul_(scale)
         wrong = []
-        if self.cfg.keeps_factors_apart:
+        if self.cfg.merging is Merging.NOWHERE:
             if slot.kind != "router":
                 first, second = first.to(dtype).float(), second.to(dtype).float()
             change = torch.matmul(first, second).mul_(scale)

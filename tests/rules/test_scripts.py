@@ -25,7 +25,7 @@ from facts import variables
 from facts.exits import InputError
 from inputs import hf_config
 from inputs.config import load_config
-from inputs.rules import refuse_first, sides, trainer_problems
+from inputs.rules import refuse_first, trainer_problems
 from plan import doctor
 
 # -------------------------------------------------------------------------------------------------------------- scripts
@@ -316,7 +316,7 @@ def test_real_model_is_made_and_checked_and_measured_on_gsm8k_before_and_after_i
 # ---- the runs on accelerators ---------------------------------------------------------------------------------------
 
 OLMOE = json.loads((ROOT / "configs" / "OLMoE-1B-7B-0924-Instruct.config.json").read_text())
-RUNS = {  # one of run_scripts.STARTS -> (processes, machines, model, layout)
+RUNS = {  # one of run_scripts.SCRIPTS -> (processes, machines, model, layout)
     "run_16npu.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
     "run_16npu_r3_aqn.sh": (16, 1, QWEN3_30B_A3B, (4, 16)),
     "run_12npu.sh": (12, 1, QWEN3_30B_A3B, (4, 4)),
@@ -324,7 +324,6 @@ RUNS = {  # one of run_scripts.STARTS -> (processes, machines, model, layout)
     "run_8npu_qwen15.sh": (8, 1, QWEN15_MOE, (4, 4)),
     "run_6npu.sh": (6, 1, QWEN15_MOE, (2, 3)),
     "run_2node.sh": (16, 2, QWEN3_30B_A3B, (4, 32)),
-    run_scripts.APART: (16, 2, QWEN3_30B_A3B, (4, 16)),
     "run_2npu.sh": (2, 1, QWEN3_30B_A3B, (2, 2)),
     "run_8gpu.sh": (8, 1, QWEN3_30B_A3B, (4, 8)),
     "run_1gpu.sh": (1, 1, OLMOE, (1, 1)),
@@ -336,13 +335,12 @@ def checked(command: list[str], model: dict) -> tuple[int, int]:
     path, overrides, ranks = run_scripts.training(command)
     cfg = load_config(ROOT / path, overrides)
     arch = hf_config.parse(model)
-    for side in sides(cfg, ranks):
-        refuse_first(trainer_problems(side.cfg, arch, side.ranks))
+    refuse_first(trainer_problems(cfg, arch, ranks))
     assert ranks % cfg.rollout.tensor == 0 and arch.num_heads % cfg.rollout.tensor == 0
     return cfg.parallel.tensor, cfg.parallel.expert
 
 
-@pytest.mark.parametrize("script", run_scripts.STARTS)
+@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
 def test_run_script_plans_a_run_whose_configuration_loads_and_fits_in_every_layout(script: str) -> None:
     ranks, machines, model, layout = RUNS[script]
     lines, command = run_scripts.planned(script)
@@ -380,7 +378,7 @@ def test_one_gpu_holds_the_models_that_docs_gpu_md_names(own, arguments, code) -
     assert "tensor 1 x data 1 = expert 1" in plan.stdout
 
 
-@pytest.mark.parametrize("script", run_scripts.STARTS)
+@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
 def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script: str) -> None:
     """As can other questions. A key of the command line that nobody reads is still refused."""
     own = ("rollout.engine=torch", "data.source=arithmetic", "lora.targets=[linear_qkv]")

@@ -31,7 +31,6 @@ from facts.exits import STALLED
 from inputs import files
 from inputs.config import to_yaml
 from parallel_setup import Parallel
-from run import command
 from runlog import progress
 from runlog.log import RunLog
 from runlog.progress import Heartbeat
@@ -84,7 +83,7 @@ def test_an_error_in_a_collective_is_printed_after_a_hint_and_no_other_one(
     fault, lost, tmp_path, monkeypatch, capsys
 ) -> None:
     """Whatever the words of an error are: a function of the user's may raise one about peers and connections."""
-    monkeypatch.setattr(command, "start", lambda *_, **__: fault(tmp_path / "store"))
+    monkeypatch.setattr(train_grpo, "launch", lambda *_, **__: fault(tmp_path / "store"))
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 1
@@ -117,7 +116,7 @@ def test_a_missing_file_in_the_middle_of_a_training_has_a_traceback(monkeypatch,
     def missing(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No such file", "library.so")
 
-    monkeypatch.setattr(command, "start", missing)
+    monkeypatch.setattr(train_grpo, "launch", missing)
     assert train_grpo.main(["configs/tiny_cpu.yaml"]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[0].startswith("Traceback") and any(", in missing" in line for line in said)

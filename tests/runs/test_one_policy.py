@@ -36,11 +36,11 @@ from hardware import kernels
 from hardware.device import DTYPES
 from inputs import hf_config
 from inputs.config import load_config, to_yaml
-from knobs import Config
+from knobs import Config, Merging
 from model import megatron_model
 from parallel_setup import Parallel
 from runlog import run_record
-from weight_sync import Push
+from weight_sync import Push, way_of
 from weights import adapter_weights, checkpoint, huggingface, policy
 from weights.policy import Policy
 
@@ -65,7 +65,7 @@ def config(path: Path, **changes) -> Config:
 def attached(path: Path, cfg: Config, parallel: Parallel, merges: bool, recompute: bool = False) -> Policy:
     """A bf16 model whose adapters have made a small step away from 0, the same step in every layout."""
     model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype], recompute=recompute)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     adapted.move(policy.adapters, arch, parallel, step=0)
     with torch.no_grad():
         for adapter in policy.adapters.values():
@@ -134,9 +134,9 @@ def test_the_trainer_computes_with_the_exported_weights_and_recompute_gives_the_
 def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     """The metrics of a push, and the same from the tensors of the engine in float64, over all tensors."""
     cfg = config(path, model__dtype=dtype, rollout__sync=sync)
-    trained = attached(path, cfg, parallel, merges=cfg.trains_merged)
+    trained = attached(path, cfg, parallel, merges=cfg.merging >= Merging.PASSES)
     engine = TorchSampler(trained.arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[dtype], adapter=cfg.lora)
-    push = Push(adapted.placed(cfg, parallel), trained, engine)
+    push = Push(way_of(adapted.placed(cfg, parallel), trained), engine)
     exported = huggingface.export(trained.model, trained.arch, parallel, merge=False)
     base = {name: tensor.double() for name, tensor in exported}
     sample = trained.update_kept()
@@ -196,7 +196,7 @@ def sampled(parallel: Parallel, path: Path, folder: Path) -> tuple[list, list]:
     cfg = config(path, rollout__sync="adapter")
     policy = attached(path, cfg, parallel, merges=False)
     engine = TorchSampler(policy.arch, stop_tokens={9}, pad_token=0, adapter=cfg.lora)
-    push = Push(adapted.placed(cfg, parallel), policy, engine)
+    push = Push(way_of(adapted.placed(cfg, parallel), policy), engine)
     stale = engine.sample(PROMPTS, seeds=[1, 2, 3], **FREE)
     adapted.move(policy.adapters, policy.arch, parallel, step=1)
     push(0, PROMPTS[0])
@@ -376,7 +376,7 @@ def trainer_logp(parallel, folders: dict[str, Path]) -> dict[str, tuple[dict[str
         if hf_config.read(cfg.model.path).num_experts % parallel.expert:
             continue
         model, arch = adapted.load(cfg.model.path, parallel)
-        policy = Policy(cfg, arch, parallel, model)
+        policy = Policy.on(cfg, arch, parallel, model)
         whole = random_factors({key: value.shape for key, value in policy.whole()})
         policy.load_(whole)
         results[name] = (whole, log_probs(model, parallel)[:, 1:])

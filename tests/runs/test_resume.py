@@ -170,6 +170,21 @@ def test_auto_goes_on_with_the_unfinished_run_of_this_configuration_only(plain, 
     assert all(contents(copy)[name] == before[name] for name in training.RECORDS)
 
 
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_run_that_recorded_rollout_ranks_goes_on(ranks: int, plain, file, tmp_path) -> None:
+    """All of its ranks trained and sampled, or one of them only sampled."""
+    copy = rewound(plain, tmp_path / "out", 4)
+    step = copy / "checkpoints" / "step-000004"
+    state, checksums = (json.loads((step / name).read_text()) for name in ("state.json", "checksums.json"))
+    state["config"]["rollout"]["ranks"] = ranks
+    (step / "state.json").write_text(json.dumps(state))
+    checksums["state.json"] = sha256_file(step / "state.json")
+    (step / "checksums.json").write_text(json.dumps(checksums))
+    code, text = command(file)
+    assert code == 0 and f"resumed {copy.name} after 4 of 5 steps" in text and len(folders(tmp_path)) == 1, text
+    training.assert_same_metrics(copy, plain)
+
+
 def test_resume_never_starts_a_new_run(plain, file, tmp_path) -> None:
     rewound(plain, tmp_path / "out", 4)
     code, text = command(file, "train.resume=never", "train.steps=1")

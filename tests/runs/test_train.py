@@ -21,7 +21,8 @@ import grpo
 from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from learner import Learner
-from run import check, opening
+from run import input_check
+from run.run import Run
 from tasks.scoring import Scorer
 from weights import huggingface
 
@@ -363,7 +364,7 @@ def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
         ([*tokens[:-1], 2], "stop", (0.0, True, False)),  # "#### 1"
         (tokens[:5], "length", (0.0, False, False)),
     ):
-        assert check.Inputs.score(inputs, [(question, Completion(answer, [], ending))]) == [expected]
+        assert input_check.Inputs.score(inputs, [(question, Completion(answer, [], ending))]) == [expected]
 
 
 THOUGHTS = "7 + 5 = 12</think> <answer>\\boxed{12}</answer>"
@@ -383,11 +384,11 @@ def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, ope
     inputs = SimpleNamespace(tokenizer=tokenizer, scorer=Scorer(cfg.reward))
     prompt, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f"7 + 5? {end}", THOUGHTS))
     question = data_gsm8k.Question("", "", "12", prompt)
-    [found] = check.Inputs.score(inputs, [(question, Completion(tokens, [], "length"))])
+    [found] = input_check.Inputs.score(inputs, [(question, Completion(tokens, [], "length"))])
     assert found == ((1.0, True, True) if opened else (0.0, False, False))
     run = SimpleNamespace(cfg=cfg, inputs=inputs)
     batch = SimpleNamespace(rewards=torch.ones(1, 1))
-    [row] = opening.Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
+    [row] = Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
     assert row["completion"] == opened + THOUGHTS
 
 
@@ -415,7 +416,7 @@ def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_
     wrapped = [data_gsm8k.Question(wrapper.format(n), "", "1") for n in range(3)]
     plain = [data_gsm8k.Question(text, "", "1") for text in ("2 + 2?", "What does Answer: mean?", "3?")]
     inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out={"": plain})
-    found = check.unread_forms(cfg.reward, cfg.data.instruction, inputs)
+    found = input_check.unread_forms(cfg.reward, cfg.data.instruction, inputs)
     assert len(found) == len(warned)
     for line, (where, form, named) in zip(found, warned, strict=True):
         assert line.startswith(f"warning: {where}") and f"asks for {form}" in line

@@ -15,7 +15,6 @@ import torch
 from checks import dry_run, dry_run_device, dry_run_report
 from inputs import hf_config
 from inputs.config import resolve_config
-from inputs.rules import side_of
 from weights.policy import Policy
 
 
@@ -62,7 +61,7 @@ def case(kind: str, config: str, overrides: list[str], ranks: int, rank: int, la
         return policy
 
     with mock.patch.object(Policy, "load", with_fault):
-        done = dry_run.run(side_of(cfg, ranks, rank), arch, rank, kind)
+        done = dry_run.run(cfg, ranks, arch, rank, kind)
     return dry_run_report.as_json(done, dry_run_report.compare(done))
 
 

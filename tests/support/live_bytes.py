@@ -65,7 +65,7 @@ def policy_of(parallel: Parallel, cfg: Config, arch: Architecture, merges: bool 
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.05)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     for adapter in policy.adapters.values():
         adapter.merges = merges
     return policy

@@ -163,14 +163,13 @@ def train(folder: Path, interrupted: bool) -> None:
     import train_grpo
     from inputs import config
     from learner import Learner
-    from run import command
 
     training.lighten()
     if interrupted:
         real_update = Learner.update
         Learner.update = lambda self, *args: (interrupt if args[3] == INTERRUPTED else real_update)(self, *args)
     try:
-        command.start(config.load_config(folder / "config.yaml"), train_grpo.train)
+        train_grpo.launch(config.load_config(folder / "config.yaml"))
     except Interrupted:
         return
     answers = {

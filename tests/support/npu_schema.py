@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import fake_npu
@@ -37,7 +36,7 @@ from hardware import device as devices  # noqa: E402
 from hardware import kernels  # noqa: E402
 from inputs import hf_config  # noqa: E402
 from inputs.config import Config, load_config  # noqa: E402
-from inputs.rules import refuse_first, sides, trainer_problems  # noqa: E402
+from inputs.rules import refuse_first, trainer_problems  # noqa: E402
 from model import packing  # noqa: E402
 from plan import grid, memory  # noqa: E402
 
@@ -97,16 +96,11 @@ def packed_line(cfg: Config, arch: Architecture, ranks: int, mode: FakeTensorMod
     return Case("Packing.attention", attention, attention, inputs, ("query", "key", "value"), (0, 0), (0, 0))
 
 
-def of_sides(trainings: dict[str, list]) -> Iterator[tuple[str, Config, int]]:
-    """Name, configuration and number of ranks of every training; of both sides under rollout.ranks."""
-    for name, (path, overrides, ranks) in trainings.items():
-        yield from ((name, side.cfg, side.ranks) for side in sides(load_config(Path(path), overrides), ranks))
-
-
 def answers(trainings: dict[str, list], mode: FakeTensorMode) -> list[dict]:
     """A row for each operator and each set of sizes. ``layouts``: the trainings that have it."""
     rows: dict[tuple, dict] = {}
-    for name, cfg, ranks in of_sides(trainings):
+    for name, (path, overrides, ranks) in trainings.items():
+        cfg = load_config(Path(path), overrides)
         arch = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)[0]
         refuse_first(trainer_problems(cfg, arch, ranks))
         line = packed_line(cfg, arch, ranks, mode)

@@ -1,8 +1,8 @@
 """All faults that have a name, which tests plant in a forked process and `pytest --plant NAME` in a whole session.
 
-Here are those of what samples: the push, the memory that trainer and sampler share, the drawing of tokens, and ranks
-that only sample. Those of the trainer are in planted_step.py and planted_trainer.py. A fault without a number of a rank
-is planted on every rank. In a session it reaches the forked worlds of the tests, but no program that a test starts.
+Here are those of what samples: the push, the memory that trainer and sampler share, and the drawing of tokens. Those of
+the trainer are in planted_step.py and planted_trainer.py. A fault without a number of a rank is planted on every rank.
+In a session it reaches the forked worlds of the tests, but no program that a test starts.
 """
 
 import dataclasses
@@ -30,11 +30,8 @@ from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
 from rollout import Sampled
 from run import tripwires
-from run.bridge import Bridge
-from run.sampling_ranks import Delivery, Samplers, SeparateSampler
 from weight_sync import Push
 from weights import adapter_weights, huggingface
-from weights.policy import Policy
 
 FEW = {  # a step takes about 50 ms
     "rollout__prompts_per_step": 4,
@@ -88,7 +85,7 @@ def pushed_otherwise(change: Callable[[str, Tensor], Tensor]) -> Plant:
 def stacks_otherwise(change: Callable[[Push, str, Tensor], Tensor]) -> Plant:
     """Push ``change(sync, name, stack)`` instead of every stack of experts."""
     return after(
-        Push, "_merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
+        Push, "merged_stacks", lambda stream, sync: ((name, change(sync, name, value)) for name, value in stream)
     )
 
 
@@ -227,35 +224,10 @@ def without_end(_: None, sampler: TorchSampler, *__) -> None:
     sampler.is_stop[:] = False
 
 
-# ------------------------------------------------------------------------------------------------ sampling ranks
-
-
-def old_factors(patch: MonkeyPatch) -> None:
-    """The sampler receives each policy but samples with the one before."""
-    received = []
-
-    def keep(_: None, bridge: Bridge, policy: Policy, *args) -> None:
-        received.append(policy.copied_factors())
-        adapter_weights.copy_(policy.factors, received[max(0, len(received) - 2)])
-
-    after(Bridge, "receive_policy", keep)(patch)
-
-
-def send_old(real: Callable, apart: SeparateSampler, version: int) -> None:
-    """The trainers send the policy before, under the number of the current one."""
-    with apart.learner.sampling_policy():
-        real(apart, version)
-
-
 def swapped(real: Callable, *args) -> Sampled:
     """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
     *others, step = args
     return real(*others, {1: 2, 2: 1}.get(step, step))
-
-
-def renamed(real: Callable, samplers: Samplers, value: object) -> None:
-    """The rollout of step 2 is sent as that of step 3."""
-    real(samplers, value._replace(step=2) if isinstance(value, Delivery) and value.step == 1 else value)
 
 
 def of_another_rank(dimension: str, kind: str) -> Plant:
@@ -318,13 +290,7 @@ FAULTS: dict[str, Plant] = {
     "one sample for the whole group": groups(lambda group: group[:1] * len(group)),
     "seeds are ignored": seeds(lambda found: torch.randint(2**62, (len(found),)).tolist()),
     "the end token is never recognised": after(TorchSampler, "__init__", without_end),
-    "samplers keep old factors": old_factors,
-    "trainers send the policy before": instead(SeparateSampler, "push_clean", send_old),
-    "trainers count other steps": instead(
-        Bridge, "send_policy", lambda real, *args: real(*args[:-1], args[-1] + (args[-1] == 1))
-    ),
     "two rollouts in the wrong order": instead(rollout, "sample_step", swapped),
-    "a rollout with the number of another": instead(Samplers, "_send", renamed),
     "experts of another rank": of_another_rank("expert", ".experts."),
     "columns of another rank": of_another_rank("tensor", "linear_proj"),
     "rows of another rank": of_another_rank("tensor", "linear_qkv"),

@@ -21,6 +21,7 @@ import lora_megatron
 import parallel_setup
 import reward_gsm8k
 import rollout
+import train_grpo
 import weight_sync
 from engines.torch_sampler import TorchSampler
 from hardware import kernels
@@ -29,7 +30,7 @@ from learner import Learner
 from model import batches
 from model.batches import MicroBatch, Rollout
 from parallel_setup import Parallel
-from run import check, opening
+from run import input_check
 from weight_sync import Push
 from weights import adapter_weights, checkpoint, huggingface
 
@@ -74,7 +75,7 @@ def equal_answers(real: Callable, *args, num_samples: int, **more) -> list:
 def order_from_the_start(patch: MonkeyPatch) -> None:
     """A resumed run asks again what the run asked from its first step on."""
     first = [0]
-    after(opening, "open_run", lambda run, *_: (first.append(run.first_step), run)[1])(patch)
+    before(train_grpo, "train", lambda run, *_: first.append(run.first_step))(patch)
     instead(data_gsm8k.Questions, "pick", lambda real, asked, step, count: real(asked, step - first[-1], count))(patch)
 
 
@@ -211,7 +212,7 @@ FAULTS: dict[str, Plant] = {
     "rewards of the neighbouring prompt": rewards_rolled(0),
     "rewards of this rank's prompts only": in_batch(rewards_of_this_rank),
     "rewards flipped in the run": after(
-        check.Inputs, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]
+        input_check.Inputs, "score", lambda scored, *_: [one._replace(reward=1 - one.reward) for one in scored]
     ),
     "rewards flipped in the method": after(reward_gsm8k, "score", lambda x, *_: 1 - x),
     "the truncated answers of the next prompt": in_batch(truncation_rolled),

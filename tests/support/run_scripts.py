@@ -10,8 +10,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 ON_A_CPU = ("run_cpu.sh", "run_smol.sh", "run_tests.sh")
 SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name not in ON_A_CPU)
-APART = "run_2node.sh SAMPLERS=16"  # the second machine only samples
-STARTS = [*SCRIPTS, APART]
 
 
 class Training(NamedTuple):
@@ -23,12 +21,10 @@ class Training(NamedTuple):
 
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The script, or one of STARTS, in the repository and a plain environment."""
-    name, *settings = script.split()
+    """The script in the repository and a plain environment."""
     known = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "RENDEZVOUS": "first:29400"}
-    known |= dict(setting.split("=") for setting in settings) | environment
-    command = ["bash", str(ROOT / name), *arguments]
-    return subprocess.run(command, env=known, cwd="/", capture_output=True, text=True, timeout=300)
+    command = ["bash", str(ROOT / script), *arguments]
+    return subprocess.run(command, env=known | environment, cwd="/", capture_output=True, text=True, timeout=300)
 
 
 def planned(script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
@@ -47,21 +43,19 @@ def training(command: list[str]) -> Training:
     return Training(path, overrides, number["nnodes"] * number["nproc_per_node"])
 
 
-def layouts(start: str) -> list[str]:
-    """The layouts that a script offers: those of its line LAYOUT=, or of the line of the setting in one of STARTS."""
-    script, *settings = start.split()
-    line = settings[0].partition("=")[0] if settings else "LAYOUT"
-    offered = re.search(rf"^{line}=.*$", (ROOT / script).read_text(), re.M)
+def layouts(script: str) -> list[str]:
+    """The layouts that a script offers in its line LAYOUT=."""
+    offered = re.search(r"^LAYOUT=.*$", (ROOT / script).read_text(), re.M)
     return sorted({*re.findall(r"tp\d+_ep\d+", offered[0])})
 
 
-NAMES = [f"{start} {layout}" for start in STARTS for layout in layouts(start)]
+NAMES = [f"{script} {layout}" for script in SCRIPTS for layout in layouts(script)]
 
 
 def job(name: str) -> Training:
     """What a script starts in the layout of one of NAMES."""
-    start, _, layout = name.rpartition(" ")
-    return training(planned(start, LAYOUT=layout)[1])
+    script, layout = name.split()
+    return training(planned(script, LAYOUT=layout)[1])
 
 
 def shipped() -> dict[str, Training]:

@@ -21,7 +21,8 @@ from facts.exits import InputError, Tripped
 from inputs.files import read_tensors
 from knobs import Config
 from lab import curves
-from run import check, opening
+from run import input_check
+from run.start import Start
 from runlog import log, run_record
 from runlog.log import RunLog
 from runlog.progress import Heartbeat
@@ -129,12 +130,12 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
 def start(cfg: Config, layout: str) -> None:
     """A training in the world of this process, which is open."""
     with contextlib.closing(Scorer(cfg.reward)) as scorer:
-        arch = check.check_settings(cfg, world.LAYOUTS[layout][0])
-        check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
-        inputs = check.read_inputs(cfg, arch, scorer)
+        arch = input_check.check_settings(cfg, world.LAYOUTS[layout][0])
+        input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         parallel = world.open_layout(layout)
         with contextlib.closing(RunLog(cfg, parallel.rank)) as log_of_run:  # the next run may resume this one
-            train_grpo.train(opening.open_run(cfg, parallel, Heartbeat(0, log_of_run), inputs))
+            start = Start(cfg, log_of_run, Heartbeat(0, log_of_run), scorer)
+            train_grpo.train(*train_grpo.wire(start, arch, parallel))
 
 
 def lighten(lenient: bool = True) -> None:

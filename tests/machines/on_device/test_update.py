@@ -45,7 +45,7 @@ def _errors(
 ) -> dict[str, float]:
     cfg = update_reference.config(path, case)
     model, arch = load(path, parallel)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     policy.load_(factors)
     learner = Learner(cfg, policy, pad_token=0)
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)

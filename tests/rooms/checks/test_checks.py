@@ -26,7 +26,6 @@ import torch.distributed as dist
 import training
 import world
 from gpu_attention import FORMS, as_on_a_gpu
-from launched import launch
 from planting import Plant, after
 from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
@@ -129,16 +128,6 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused_by_name() -> None:
     groups.refuse(ParallelConfig(tensor=2, expert=4), 4)
     with pytest.raises(InputError, match="parallel.expert: 3 ranks of a group do not divide the 4"):
         groups.refuse(ParallelConfig(tensor=2, expert=3), 4)
-
-
-@pytest.mark.nightly
-def test_both_sides_of_rollout_ranks_are_checked(tmp_path):
-    """Two trainers and one sampler, as processes; each side answers for itself."""
-    asked = ("configs/tiny_cpu.yaml", "rollout.ranks=1", "rollout.staleness=1", "loss.importance=token")
-    with launch(3, "preflight.py", "--groups", *asked, "--json", tmp_path / "f.json", log=tmp_path / "log") as started:
-        assert started.wait() == 0, started.text
-    rows = [json.loads((tmp_path / name).read_text()) for name in ("f.json", "samplers-f.json")]
-    assert {row["group"] for row in rows[0]} > {"expert", "world"} and rows[1][0]["group"] == "world"
 
 
 # ------------------------------------------------------------------------------------------------------------ operators

@@ -29,11 +29,6 @@ LAYOUTS = [
     nightly(("qwen15_moe", 6, 1, 3, "lora.targets=[linear_qkv,linear_proj,linear_fc1,linear_fc2,router]")),
     nightly(("qwen3", 16, 4, 16, "rollout.staleness=2")),
 ]
-APART = ("rollout.ranks=16", "rollout.staleness=1")  # of 32 ranks
-SIDES = [  # side: one of its ranks, its phases
-    ci("samplers", 16, {"load", "push"}),
-    nightly("trainers", 0, {"load", "reference", "old policy", "forward", "backward", "update", "save"}),
-]
 GPU = ("qwen3", 8, 4, 8)
 ALONE = "rollout.expert_parallel=false"
 ON_CUDA = [  # run_8gpu.sh and run_1gpu.sh
@@ -96,7 +91,6 @@ def found() -> dict[str, dict]:
     """The dry runs of all cases, from one process."""
     wanted = {layout: case(*layout) for layout in asked(LAYOUTS)}
     wanted |= {fault: case(*where, fault=fault) for fault, where, _ in asked(FAULTS)}
-    wanted |= {side: case("qwen3", 32, 4, 16, *APART, rank=rank) for side, rank, _ in asked(SIDES)}
     wanted |= {name: int4() for name in asked([ci("int4")])}
     wanted |= {name: case(*EP16, rank=15) for name in asked([nightly("last rank")])}
     wanted |= {name: case(*GPU, ALONE) for name in asked([ci("as a GPU")])}
@@ -122,13 +116,6 @@ def test_the_plan_agrees_with_the_dry_run(layout, found):
     assert PHASES | {"reference"} <= found[layout]["phases"].keys() == found[layout]["launches"].keys()
     compared = {row["what"] for row in found[layout]["compared"]}
     assert {"load", "push", "forward and backward", "update at 1.5", "weights", "backward: expert exchange"} <= compared
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("side", "rank", "phases"), SIDES)
-def test_the_plan_of_either_side_of_rollout_ranks_agrees_with_the_dry_run(side, rank, phases, found):
-    assert found[side]["side"] == side and not apart(found[side]), found[side]
-    assert {name.partition(" at ")[0] for name in found[side]["phases"]} == phases
 
 
 @pytest.mark.ci

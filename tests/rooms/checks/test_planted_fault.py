@@ -26,6 +26,7 @@ from engines.torch_sampler import TorchSampler
 from facts.exits import InputError
 from lab import curves, records
 from parallel_setup import Parallel
+from weight_sync import way_of
 from weights import huggingface
 from weights.policy import Policy
 
@@ -118,10 +119,10 @@ def pushes(parallel: Parallel, path: Path) -> list[dict[str, bool]]:
     """Two updates, each pushed with 4 bits and then clean: which properties hold. LoRA is on the attention alone."""
     cfg = training.config(path, path, lora__targets=("linear_qkv", "linear_proj"))
     model, arch = adapted.load(path, parallel)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
     _, rounding_push = right_and_wrong("rounded=4")
-    push = rounding_push(adapted.placed(cfg, parallel), policy, engine)
+    push = rounding_push(way_of(adapted.placed(cfg, parallel), policy), engine)
     trained = {id(factor) for factor in policy.factors.values()}
     base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
     before, found = [tensor.clone() for tensor in base], []
@@ -164,7 +165,7 @@ def test_a_rounded_push_changes_the_matrices_of_the_sampler_and_a_clean_one_rest
 def test_what_does_not_go_with_rounded_weights_is_refused(changes, message: str, tmp_path: Path) -> None:
     _, rounding_push = right_and_wrong("rounded=3")
     with pytest.raises(InputError, match=message):
-        rounding_push(training.config(tmp_path, tmp_path, **changes), None, None)
+        rounding_push(SimpleNamespace(cfg=training.config(tmp_path, tmp_path, **changes), policy=None), None)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from hardware.device import DTYPES
 from knobs import Config
 from model import megatron_model
 from parallel_setup import Parallel
-from weight_sync import Push
+from weight_sync import Push, way_of
 from weights import huggingface
 from weights.policy import Policy
 
@@ -41,11 +41,11 @@ APART = {"model__dtype": "fp32", "rollout__sync": "adapter"}
 def connected(parallel: Parallel, path: Path, cfg: Config, shares: bool) -> tuple:
     """Model, adapters and engine after the first push, and the push."""
     model, arch = adapted.load(path, parallel, dtype=DTYPES[cfg.model.dtype])
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=DTYPES[cfg.model.dtype], adapter=cfg.lora)
     if not shares:
         engine.stacks = dict
-    return model, arch, policy.adapters, engine, Push(adapted.placed(cfg, parallel), policy, engine)
+    return model, arch, policy.adapters, engine, Push(way_of(adapted.placed(cfg, parallel), policy), engine)
 
 
 def log_probs(model: torch.nn.Module, parallel: Parallel) -> Tensor:
@@ -109,12 +109,12 @@ def in_another_layout(parallel: Parallel, path: Path) -> tuple[int, bool, bool]:
     """The last rank's engine has its experts in another order: bytes shared, stacks left, whether a push arrives."""
     cfg = training.config(path, path, **{"lora__targets": TARGETS} | MERGED)
     model, arch = adapted.load(path, parallel, dtype=torch.bfloat16)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     engine = TorchSampler(arch, stop_tokens=set(), pad_token=0, dtype=torch.bfloat16)
     if parallel.rank == parallel.world_size - 1:
         real = engine.stacks
         engine.stacks = lambda: {name: Stack(one.memory.roll(1, 0), one.experts) for name, one in real().items()}
-    push = Push(adapted.placed(cfg, parallel), policy, engine)
+    push = Push(way_of(adapted.placed(cfg, parallel), policy), engine)
     adapted.move(policy.adapters, arch, parallel, 0)
     push(0, PROBE)
     pushed = huggingface.export(model, arch, parallel)

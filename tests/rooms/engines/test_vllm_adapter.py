@@ -28,7 +28,7 @@ from facts.exits import InputError
 from inputs import hf_config
 from knobs import LoraConfig
 from parallel_setup import Parallel
-from weight_sync import Push
+from weight_sync import Push, way_of
 from weights import huggingface
 from weights.adapter_weights import adapted_modules
 from weights.policy import Policy
@@ -51,7 +51,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     """The pushes of a run, clean and with noise: the largest log-prob gap to transformers with the intended policy."""
     merged = Model(path)
     model, arch = adapted.load(path, parallel)
-    policy = Policy(config(path), arch, parallel, model)
+    policy = Policy.on(config(path), arch, parallel, model)
     engine = VllmEngine(arch, path, stop_tokens={9}, max_tokens=360, kv_cache_mib=8, adapter=config(path).lora)
 
     def sampled() -> list[list[Completion]]:
@@ -65,7 +65,7 @@ def follow(parallel: Parallel, path: Path) -> dict:
     for label, changes in (("off", {}), ("noise", NOISE)):
         cfg = config(path, **changes)
         adapted.move(policy.adapters, arch, parallel, step=7)  # as in a resumed run
-        push = Push(adapted.placed(cfg, parallel), policy, engine)
+        push = Push(way_of(adapted.placed(cfg, parallel), policy), engine)
         found = answer[label] = {"resumed": gap(sampled()), "pushes": [], "steps": [], "clean": []}
         seen = {}
         for step in (0, 1, 0):  # the third policy is the first again

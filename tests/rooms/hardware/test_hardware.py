@@ -25,7 +25,7 @@ from facts.limits import INT4_GROUP
 from hardware import device as devices
 from hardware import kernels, quantisation
 from parallel_setup import Parallel
-from run import opening
+from run import run
 from runlog.log import RunLog
 from runlog.progress import Heartbeat, StepTimer
 
@@ -172,9 +172,9 @@ def test_a_step_has_the_peak_of_its_fullest_phase(tmp_path: Path, monkeypatch: p
     heartbeat.stop()
     assert timer.peaks == {"between_steps": 3.0, "sync": 1.0, "generate": 4.0, "update": 5.5}
     assert timer.peak() == (5.5, "update")
-    assert opening.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
+    assert run.device_memory((5.5, "update")) == {"perf/peak_device_gib": 5.5, "perf/peak_device_phase": "update"}
     monkeypatch.undo()
-    assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and opening.device_memory(()) == {}
+    assert StepTimer(heartbeat, 0, torch.device("cpu")).peak() == () and run.device_memory(()) == {}
 
 
 def test_a_phase_ends_when_the_device_has_done_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from facts.exits import InputError
 from inputs import config, hf_config
 from inputs.config import load_config, resolve_config, to_yaml
 from inputs.rules import refuse_first, trainer_problems
-from knobs import Config, LossConfig, RewardConfig
+from knobs import Config, LossConfig, Merging, RewardConfig
 
 # --------------------------------------------------------------------------------------------------------------- config
 # The configuration from outside: how a file and overrides are read, what is refused and in which words, and the run's
@@ -69,7 +69,9 @@ def test_an_unknown_key_of_the_file_names_the_file_and_a_missing_key_says_what_i
     path = write("rollout: {groupsize: 4}\n")
     assert refusal(path) == f"{path}: rollout.groupsize: unknown key; did you mean group_size?"
     assert "unknown key" in refusal(write("optim: {1: 2}\n"))
-    assert "train.steps: missing; needed: a step is one rollout" in refusal(write("", "model: {path: m}\ntrain: {}\n"))
+    assert "train.steps: missing; needed: number of steps; a step is one rollout" in refusal(
+        write("", "model: {path: m}\ntrain: {}\n")
+    )
     assert "model: missing" in refusal(write("", "train: {steps: 1}\n"))
 
 
@@ -240,7 +242,6 @@ def test_the_resolved_configuration_loads_back_to_itself(path, tmp_path):
 SINGLE = {
     "data.source",
     "rollout.staleness",
-    "rollout.ranks",
 }  # nothing else is accepted beside the rest
 
 
@@ -341,7 +342,7 @@ def test_the_policy_of_sampler_and_trainer_follows_from_type_and_engine(
 ) -> None:
     """Factors apart by default where bf16 would round them away and the engine can; else merged on both sides."""
     cfg = load_config("configs/tiny_cpu.yaml", overrides)
-    assert (cfg.keeps_factors_apart, cfg.trains_merged) == (apart, merged)
+    assert (cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES) == (apart, merged)
 
 
 def test_the_choices_of_a_key_are_those_of_the_function_that_gets_it():
@@ -380,6 +381,12 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
         "override checks.truncated: not a key since version 0.2.0; needed: truncated in the list checks.warn or "
         "checks.off, or in neither: then it stops the run"
     )
+    for value in (0, 4):
+        assert refusal(TINY, f"rollout.ranks={value}") == (
+            "override rollout.ranks: not a key since version 0.2.0; needed: leave it out, because every rank trains "
+            "and samples (rollout.staleness=1 still samples with the policy of one step ago, which shows what "
+            "sampling ahead costs in learning)"
+        )
     cfg = load_config(TINY)
     older = config.to_dict(cfg)
     older["train"]["tensorboard"] = True
@@ -388,7 +395,7 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert config.changes_at_resume(older, config.to_dict(new)) == ([], [])
     assert config.changed_keys(older, config.to_dict(new)) == []
     older["optim"] |= {"min_lr_ratio": 0.1}
-    older["rollout"] |= {"round_bits": 0}
+    older["rollout"] |= {"round_bits": 0, "ranks": 0}
     assert config.changed_keys(older, config.to_dict(cfg)) == []
     older["train"], older["checks"] = config.to_dict(cfg)["train"], {}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))

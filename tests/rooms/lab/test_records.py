@@ -162,6 +162,17 @@ def test_a_key_that_is_newer_than_a_record_has_its_default_there(run: Path, resu
         records.add([other], results)
 
 
+def test_a_record_of_ranks_that_all_sampled_is_compared_and_gets_another_seed(run: Path, results: Path) -> None:
+    """Older records hold `rollout.ranks: 0`, which is no key any more."""
+    older = recorded.make_run(run.parent.with_name("older"), "base-seed5", 5)
+    replaced(older / "config.yaml", "  staleness: 0\n", "  ranks: 0\n  staleness: 0\n")
+    records.add([older], results)
+    records.add([run], results)
+    both = [records.load_record(results, name) for name in ("base-seed5", "base-seed3")]
+    assert both[0].config["rollout"]["ranks"] == 0
+    assert records.differing(*both) == records.differing(*both[::-1]) == []
+
+
 def test_a_folder_with_other_files_is_refused(run: Path, results: Path) -> None:
     records.add([run], results)
     shutil.copy(results / "base-seed3.parquet", results / "copy.parquet")

@@ -15,7 +15,6 @@ from tiers import asked, ci, nightly
 import train_grpo
 from knobs import Config
 from parallel_setup import Parallel
-from run import command
 
 # ------------------------------------------------------------------------------------------------------- parallel setup
 
@@ -103,7 +102,7 @@ def train(cfg: Config, plant: Plant) -> int:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     training.lighten()
     plant(pytest.MonkeyPatch())
-    command.start(cfg, train_grpo.train)
+    train_grpo.launch(cfg)
     return 0
 
 

@@ -37,7 +37,7 @@ from facts.exits import InputError, Tripped
 from inputs import hf_config, rules
 from knobs import Config
 from parallel_setup import Parallel
-from weight_sync import Push
+from weight_sync import Push, way_of
 from weights import huggingface
 from weights.policy import Policy
 
@@ -85,9 +85,9 @@ def follow(parallel: Parallel, path: Path, noises: dict[str, dict]) -> dict[str,
     for label, noise in noises.items():
         cfg = config(path, noise)
         model, arch = adapted.load(path, parallel)
-        policy = Policy(cfg, arch, parallel, model)
+        policy = Policy.on(cfg, arch, parallel, model)
         engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-        push = Push(adapted.placed(cfg, parallel), policy, engine)
+        push = Push(way_of(adapted.placed(cfg, parallel), policy), engine)
         trained = {id(factor) for factor in policy.factors.values()}
         base = [tensor for tensor in model.parameters() if id(tensor) not in trained]
         before = [tensor.clone() for tensor in base]
@@ -242,9 +242,11 @@ def both_ways(parallel: Parallel, path: Path) -> dict[str, list]:
     local_answers = {}
     for label, noise in LOCAL_NOISES.items():
         model, arch = adapted.load(path, parallel)
-        policy = Policy(local_config(path, noise, True), arch, parallel, model)
+        policy = Policy.on(local_config(path, noise, True), arch, parallel, model)
         keepers = {local: Keeper() for local in (False, True)}
-        syncs = {local: Push(local_config(path, noise, local), policy, keeper) for local, keeper in keepers.items()}
+        syncs = {
+            local: Push(way_of(local_config(path, noise, local), policy), keeper) for local, keeper in keepers.items()
+        }
         wrong, checksums, names = [], [], []
         for step in range(-1, 3):
             if step >= 0:
@@ -452,12 +454,12 @@ STARTS = {  # what the engine takes, and the push after which it differs from th
 def refusals(parallel: Parallel, path: Path) -> None:
     """On every rank, the sound start is accepted and each fault is refused."""
     cfg, (model, arch) = training.config(path, path), adapted.load(path, parallel)
-    policy = Policy(cfg, arch, parallel, model)
+    policy = Policy.on(cfg, arch, parallel, model)
     for when, plant in STARTS.values():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
-            push = Push(cfg, policy, engine)
+            push = Push(way_of(cfg, policy), engine)
             differ = f"after {when} sampler and trainer differ by"
             with pytest.raises(Tripped, match=differ) if when else contextlib.nullcontext():
                 push.check_start(PROBE)

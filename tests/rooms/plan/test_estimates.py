@@ -26,7 +26,7 @@ from facts.architectures import Architecture
 from facts.devices import HARDWARE
 from inputs import hf_config
 from inputs.config import load_config
-from knobs import Config, LoraConfig, OptimConfig, ParallelConfig
+from knobs import Config, LoraConfig, Merging, OptimConfig, ParallelConfig
 from learner import Learner
 from model import batches, megatron_model
 from model.routing_replay import RouterLoad
@@ -255,7 +255,7 @@ def save_checkpoint(parallel, path: Path, folder: Path) -> dict[str, int]:
     """
     arch, cfg = hf_config.read(path), training.config(path, folder)
     model = megatron_model.build(arch, parallel, dtype=torch.float32, recompute=False)
-    learner = Learner(cfg, Policy(cfg, arch, parallel, model), pad_token=0)
+    learner = Learner(cfg, Policy.on(cfg, arch, parallel, model), pad_token=0)
     with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor.to("meta")), LiveBytes() as live:
         tensors, _ = learner.state()
     sizes = [4 * math.prod(lora_megatron.whole_shape(factor, parallel)) for factor in learner.parameters]
@@ -499,16 +499,6 @@ def test_a_small_cache_takes_waves_and_is_named_as_the_cause():
     )
 
 
-def test_a_step_of_two_sides_has_the_phases_of_the_slower_side_and_the_exchange():
-    """Samplers 9 s, trainers 7 s, the exchange 1 s. The range allows for a factor of 1.5."""
-    seconds = {"sync": {"memory": 1.0}, "decode": {"launches": 8.0}, "reference": {"arithmetic": 7.0}}
-    seconds["exchange"] = {"factors": 1.0}
-    times = roofline.Times(seconds, 0, {}, waves=1, micro_batches=1, apart=True)
-    assert times.total == 10
-    assert times.long_phases == ["sync", "decode", "exchange"]  # a tenth of the step is long
-    assert times.step == (10 / 1.5, 10 * 1.5)
-
-
 def test_launches_of_a_pass_are_those_that_a_dry_run_counted_and_count_where_they_take_longer():
     """On 16 ranks: 3,073 calls of the reference, 3,464 of the old policy, 4,195 forward and 8,985 backward.
 
@@ -597,7 +587,7 @@ def operations(cfg: Config, sampled: list[tuple[int, int, int]], trained: list[t
         cfg.lora,
         sampled,
         trained,
-        merged=cfg.trains_merged,
+        merged=cfg.merging >= Merging.PASSES,
         earlier_passes=cfg.earlier_passes,
         reference=cfg.loss.kl != "none",
     )

@@ -13,15 +13,16 @@ import pytest
 import training
 import world
 from planted import FAULTS, FEW, LARGE, NOISE, SURE, every_answer_parsable, nothing, solved_after_two_steps, sure_policy
-from planting import Plant, both
+from planting import Plant, before, both
 from source import ROOT
 from tiers import asked, ci, nightly
 from training import raised, raised_each
 
+import rollout
 from facts.checks import CHECKS
 from facts.exits import AqnError, InputError, Tripped
 from inputs.config import load_config, to_yaml
-from knobs import ChecksConfig, Config
+from knobs import ChecksConfig, Config, Merging
 from lab import curves
 from run.tripwires import Tripwires
 from runlog import log as runlog
@@ -276,6 +277,14 @@ def test_no_tripwire_fires_in_a_sound_run(name: str, model: Path, tmp_path: Path
     run = training.only_run(cfg)
     assert "warning" not in (run / "log.txt").read_text()
     assert len(training.metrics(run)) == cfg.train.steps
+
+
+def test_a_push_without_the_update_ends_the_step_before_it_samples(model: Path, tmp_path: Path) -> None:
+    sampled = before(rollout, "sample_step", lambda *given: (tmp_path / f"sampled-{given[-1]}").touch())
+    cfg = training.config(model, tmp_path / "out", **FEW | ALL_STOP)
+    ((kind, said),) = raised(both(both(every_answer_parsable, FAULTS["adapters are never pushed"]), sampled), cfg)
+    assert kind is Tripped and said.startswith("checks.adapters: step 2: ")
+    assert [path.name for path in tmp_path.glob("sampled-*")] == ["sampled-0"]
 
 
 LEGITIMATE = {
@@ -578,7 +587,7 @@ RESUMED = {"as it is": {}, "replayed": {"replay__mode": "r3"}}  # sound runs
 def real_shape(model: Path, out_dir: Path, changes: dict) -> Config:
     """configs/qwen3.yaml with the tiny model and its sampler, 8 prompts a step, and four updates a step."""
     updates = QWEN3.rollout.prompts_per_step // QWEN3.optim.prompts_per_update
-    assert updates == 4 and QWEN3.trains_merged
+    assert updates == 4 and QWEN3.merging >= Merging.PASSES
     whole = {}
     for name in ("loss", "replay", "aqn", "reward"):
         whole |= {f"{name}__{key}": value for key, value in getattr(QWEN3, name)}

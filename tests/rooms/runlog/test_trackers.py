@@ -20,7 +20,6 @@ from saved import config_in, opened
 from source import ROOT
 
 import train_grpo
-from run import command
 from runlog import run_record, trackers
 from runlog.log import RunLog
 
@@ -170,7 +169,7 @@ def test_a_tracker_is_online_only_with_a_key(monkeypatch: MonkeyPatch) -> None:
 def test_a_package_that_is_missing_is_an_error_before_the_training(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("TRACKERS_DIR", str(tmp_path / "packages"))
-    monkeypatch.setattr(command, "start", lambda *_, **__: None)
+    monkeypatch.setattr(train_grpo, "launch", lambda *_, **__: None)
     given = [str(ROOT / "configs" / "tiny_cpu.yaml"), "train.trackers=[wandb]", "parallel.expert=1"]
     assert train_grpo.main(given) == 2 == train_grpo.main([*given, "--check"])
     line = "train.trackers: wandb is not installed; needed: pip install --no-deps --target FOLDER -r"

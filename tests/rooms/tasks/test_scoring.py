@@ -20,7 +20,7 @@ from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
 from knobs import Config, DataConfig, EvalConfig, RewardConfig
-from run import check
+from run import input_check
 from runlog import run_record
 from tasks import math_answers
 from tasks.scoring import Call, Score, Scorer
@@ -406,7 +406,7 @@ def test_a_right_answer_below_1_is_refused_with_the_question_the_score_and_the_r
     path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "5?", "answer": "#### 5"}\n')
     section = DataConfig(source="gsm8k", train_path=str(path), test_path=str(path))
     scorer = Scorer(reward)
-    said = refused(check.check_answers, reward, section, EvalConfig(), scorer)
+    said = refused(input_check.check_answers, reward, section, EvalConfig(), scorer)
     scorer.close()
     assert "finds 1 of 2 gold training answers not correct, with the score 0.5 for '5?'" in said, said
     assert "'#### 5'" in said and "a score alone is correct from 1.0 on" in said and "base_acc" not in said
@@ -461,7 +461,7 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
 
     scorer.workers, scorer.name = True, "a slow reward"
     cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
-    check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
+    input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
     assert asked == rows and len(asked) == [67 + 24, 67 + 23, 66 + 23][first]
 
@@ -661,9 +661,9 @@ def test_a_function_that_depends_on_order_or_on_chance_is_refused_by_the_check(k
     checked = cfg.reward, cfg.loss, cfg.data, scorer
     try:
         if said:
-            assert refused(check.check_functions, *checked).startswith(f"{key}: {OWN}:{name} {said}")
+            assert refused(input_check.check_functions, *checked).startswith(f"{key}: {OWN}:{name} {said}")
         else:
-            check.check_functions(*checked)
+            input_check.check_functions(*checked)
     finally:
         scorer.close()
 

@@ -1,13 +1,8 @@
-"""Opening a run: its folder, its checkpoint, and its parts as a `Run`.
-
-open_run opens the log, finds the checkpoint to resume from, and makes the model, the adapters, the learner and the
-engine. run/check.py has read and checked the input before.
-"""
+"""The record of a run: its folder and checkpoints, what it logs, and the checks that end it if it is silently wrong."""
 
 import functools
 import gzip
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ import lora_megatron
 import parallel_setup
 import rollout
 from data_gsm8k import Question
-from engines.interface import Completion
+from engines.interface import Completion, Engine
 from hardware import device as devices
 from inputs.config import changes_at_resume, to_dict, to_yaml
 from inputs.files import disk_errors
@@ -30,60 +25,81 @@ from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import utilisation
 from rollout import Sampled
-from run.bridge import Bridge
-from run.check import Inputs, checkpoint_to_resume, introduction, texts
-from run.sampler import Pushed, Sampler
-from run.sampling_ranks import SeparateSampler
+from run.input_check import Inputs, checkpoint_to_resume, introduction, texts
+from run.start import Start
 from run.tripwires import Tripwires
-from runlog.log import LEGEND, RunLog
+from runlog.log import LEGEND
 from runlog.progress import Heartbeat, StepTimer
 from tasks.question_files import composed
+from weight_sync import Push
 from weights import checkpoint
-from weights.policy import Policy
-
-# ------------------------------------------------------------------------------------------------ opening the run
 
 
-@dataclass
 class Run:
-    """The parts of a run; how it records, is checked, evaluates, saves and ends."""
+    """A run, which begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
 
-    cfg: Config
-    parallel: Parallel
-    heartbeat: Heartbeat
-    inputs: Inputs
-    log: RunLog
-    tripwires: Tripwires
-    learner: Learner
-    sampler: Sampler | SeparateSampler
-    first_step: int  # > 0 after a resume
-    profiler: Any = None  # of the step that is profiled now
-    peak: tuple[float, str] | tuple[()] = ()  # of the device memory in any step, GiB and phase; () on a CPU
+    def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
+        """Open the folder of a new run, or of the checkpoint from which this one continues. Collective."""
+        self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
+        self.parallel, self.inputs = parallel, inputs
+        self.profiler: Any = None  # of the step that is profiled now
+        self.peak: tuple[float, str] | tuple[()] = ()  # of device memory in any step, GiB and phase; () on a CPU
+        cfg, log, heartbeat = self.cfg, self.log, self.heartbeat
+        with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
+            parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
+        self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # until restore
+        self.first_step = saved.step if saved else 0  # > 0 after a resume
+        log.open(parallel.world_size, saved.run_dir if saved else None, heartbeat.beat)
+        with heartbeat.waiting():
+            dist.barrier()  # rank 0 alone reads the model's files for their checksums
+        if saved:
+            log.rewind(self.first_step)
+            if changed := changes_at_resume(saved.config, to_dict(cfg))[1]:
+                log.say(f"note: changed at this resume: {'; '.join(changed)}")
+        log.open_trackers(self.first_step)
+        self.tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
 
-    @property
-    def ranks(self) -> int:
-        """All ranks of the run, also those that sample alone."""
-        return self.parallel.world_size + self.cfg.rollout.ranks
+    def restore(self, learner: Learner) -> None:
+        """Give ``learner`` the state of the checkpoint, if there is one, and check that all ranks have the same."""
+        self.heartbeat.beat("loading the base weights")
+        if self.saved:
+            learner.restore(self.saved.tensors, self.saved.state)
+            self.tripwires.state(self.first_step, functools.partial(learner.not_saved, self.saved))
+            self.saved = None  # closes its files: a checkpoint that is removed must give its space back
+        self.tripwires.state(self.first_step, lambda: learner.policy.unequal(frozen=True))
+
+    def introduce(self, learner: Learner, push: Push) -> None:
+        """Print the layout, the data and the trained modules, and the folder of the run.
+
+        With rollout.expert_parallel, first raise Tripped unless the first push has reached the engine. Collective.
+        """
+        parallel = self.parallel
+        self.heartbeat.beat("the first push of the whole model")
+        if self.cfg.rollout.expert_parallel:
+            push.check_start(self.inputs.probe)
+        self.log.say(f"run folder: {self.log.run_dir}\n{introduction(self.cfg, parallel.world_size, self.inputs)}")
+        self.log.say(f"{lora_megatron.describe(learner.policy.adapters, parallel)}\n{LEGEND}")
 
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
         """The held-out questions of all sets, as they are compared."""
         return frozenset(composed(one.question) for part in self.inputs.held_out.values() for one in part)
 
-    def evaluate(self, after_steps: int) -> None:
-        """Evaluate the policy without noise, and log the result. Collective."""
-        if after_steps:  # a new sampler has this policy
-            self.sampler.push_clean(after_steps)
-        summary, outcomes = self.sampler.evaluate(after_steps)
+    def evaluate(self, engine: Engine, after_steps: int) -> None:
+        """Evaluate the policy after ``after_steps`` steps, which ``engine`` has, and log the result. Collective."""
+        cfg, inputs = self.cfg, self.inputs
+        summary, outcomes = evaluate.evaluate(
+            engine, inputs.held_out, inputs.score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat
+        )
+        headlines = {name: evaluate.headline(summary, name) for name in inputs.held_out}
         self.log.log_eval(after_steps, summary, outcomes)
-        for name in self.inputs.held_out:
-            said = evaluate.headline(summary, name)
+        for name, said in headlines.items():
             self.log.say(f"{name or 'held-out'} accuracy after {after_steps} steps: {said}")
 
     def shown_completions(
         self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
     ) -> list[dict]:
-        """The first completions of the first question as text, for completions.jsonl."""
+        """Return the first completions of the first question as text, for completions.jsonl."""
         first = completions[0][: self.cfg.train.completions_logged] if completions else []
         return [
             {
@@ -97,37 +113,43 @@ class Run:
         ]
 
     def start_step(self, step: int) -> StepTimer:
-        """The timer of a step, which counts from 0; starts a profiler if train.profile_steps has the step."""
+        """Start the timer of ``step``, which counts from 0, and a profiler if train.profile_steps has the step."""
         if step + 1 in self.cfg.train.profile_steps:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
-    def check_rollout(self, step: int, sampled: Sampled, pushed: Pushed) -> None:
-        """Tripped for a push that the sampler has not taken up, and for a question that the step must not ask."""
-        self.tripwires.after_push(step, pushed.checksums, pushed.metrics)
+    def check_push(self, step: int, pushed: dict[str, float]) -> None:
+        """Raise Tripped for a push that has not changed. ``pushed`` has its metrics. Collective."""
+        self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
+
+    def check_rollout(self, step: int, sampled: Sampled) -> None:
+        """Raise Tripped for a question that the step must not ask."""
         asked = [composed(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
-    def record(self, step: int, sampled: Sampled, metrics: dict[str, float], timer: StepTimer) -> dict[str, float]:
-        """Log the metrics and times of a step.  -> the metrics of rank 0, by which all ranks decide. Collective."""
+    def record(
+        self, step: int, sampled: Sampled, metrics: dict[str, float], learner: Learner, timer: StepTimer
+    ) -> dict[str, float]:
+        """Log the metrics and times of a step. Returns the metrics of rank 0, by which all ranks decide. Collective."""
         metrics = self.parallel.gather_objects(rollout.metrics(sampled) | metrics)[0]
         completions = self.shown_completions(sampled.asked, sampled.batch, sampled.completions)
         self.log.log_rows("completions.jsonl", step + 1, completions)
-        self.log.log_rows("moe.jsonl", step + 1, [self.learner.router_load.by_layer])
+        self.log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
         self.peak = max(self.peak, peak)
-        timing = timer.timing(sampled.num_tokens) | self.sampler.seconds
-        self.log.log_step(step + 1, metrics, timing | self.speed(sampled, timing) | device_memory(peak))
+        timing = timer.timing(sampled.num_tokens)
+        speed = self.speed(sampled, learner.trained, timing)
+        self.log.log_step(step + 1, metrics, timing | speed | device_memory(peak))
         self.end_step(step)
         return metrics
 
-    def check(self, step: int, rewards: Tensor, metrics: dict[str, float]) -> None:
-        """Tripped if the step shows that the run is silently wrong. Collective."""
+    def check(self, step: int, rewards: Tensor, metrics: dict[str, float], learner: Learner, push: Push) -> None:
+        """Raise Tripped if the step shows that the run is silently wrong. Collective."""
         extremes = rewards.min().item(), rewards.max().item()
-        self.tripwires.after_step(step, metrics, extremes, self.sampler.differing_layer)
-        self.tripwires.reference(step, self.learner.reference_gap)
-        self.tripwires.state(step + 1, lambda: self.learner.policy.unequal(frozen=False))
+        self.tripwires.after_step(step, metrics, extremes, functools.partial(push.differing_layer, self.inputs.probe))
+        self.tripwires.reference(step, learner.reference_gap)
+        self.tripwires.state(step + 1, lambda: learner.policy.unequal(frozen=False))
 
     def end_step(self, step: int) -> None:
         """Write the trace of this rank, if the step was profiled. Collective: rank 0 alone knows a new run's folder."""
@@ -143,9 +165,8 @@ class Run:
             plain.unlink()
         self.profiler = None
 
-    def save(self, after_steps: int) -> None:
-        """Write a checkpoint, if all ranks hold the same weights and its files hold what the ranks do. Collective."""
-        learner, parallel = self.learner, self.parallel
+    def save(self, learner: Learner, after_steps: int) -> None:
+        """Write a checkpoint, if all ranks have the same weights and its files have those of the ranks. Collective."""
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
@@ -153,7 +174,7 @@ class Run:
         def compare(written: checkpoint.Checkpoint | None) -> None:
             self.tripwires.state(after_steps, lambda: learner.not_saved(written))
 
-        if parallel.rank == 0:
+        if self.parallel.rank == 0:
             state = counts | {"checks": self.tripwires.messages}
             checkpoint.save(
                 self.log.run_dir, after_steps, tensors, state, to_dict(self.cfg), self.cfg.train.keep_last, compare
@@ -162,22 +183,21 @@ class Run:
             compare(None)
         dist.barrier()
 
-    def speed(self, sampled: Sampled, timing: dict[str, float]) -> dict[str, float]:
-        """The metrics of plan/utilisation.py of a step."""
+    def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of plan/utilisation.py for a step. For ``trained`` see Learner."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
-        trained, device = [rows[sequence] for sequence in self.learner.trained], self.parallel.device
+        learned, device = [rows[sequence] for sequence in trained], self.parallel.device
         peak = utilisation.peak_flops(device.type, devices.name(device), self.cfg.model.dtype)
         return utilisation.speed(
-            self.cfg, self.inputs.arch, rows, trained, timing, self.ranks, peak, sampled.num_tokens
+            self.cfg, self.inputs.arch, rows, learned, timing, self.parallel.world_size, peak, sampled.num_tokens
         )
 
     def finish(self) -> None:
-        """Close the engine, and log the peak of the device memory and the result of the run."""
-        self.sampler.close()
+        """Log the peak of the device memory and the result of the run."""
         if self.peak:
-            device = self.parallel.device.type
-            self.log.say(utilisation.memory_beside_plan(self.cfg, self.inputs.arch, self.ranks, device, *self.peak))
+            gib, phase = self.peak
+            self.log.say(f"device memory: at most {gib:.2f} GiB in {phase}")
         summaries = self.log.evaluations()  # none on other ranks than 0
         result = evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else ""
         self.log.finish(result, self.tripwires.messages)
@@ -192,45 +212,6 @@ class Run:
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
     """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
-
-
-def open_run(
-    cfg: Config, parallel: Parallel, heartbeat: Heartbeat, inputs: Inputs, bridge: Bridge | None = None
-) -> Run:
-    """Open the log, make or restore the policy, and give it to the sampler. Collective over the ranks that train."""
-    with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
-        read = parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
-    saved = agreed_checkpoint(cfg, parallel, heartbeat)
-    first_step = saved.step if saved else 0
-    ranks = parallel.world_size + cfg.rollout.ranks
-    log = heartbeat.log
-    log.open(ranks, saved.run_dir if saved else None, heartbeat.beat)
-    with heartbeat.waiting():
-        dist.barrier()  # rank 0 alone reads the model's files for their checksums
-    if saved:
-        log.rewind(first_step)
-        if changed := changes_at_resume(saved.config, to_dict(cfg))[1]:
-            log.say(f"note: changed at this resume: {'; '.join(changed)}")
-    log.open_trackers(first_step)
-    policy = Policy.load(cfg, inputs.arch, parallel)
-    heartbeat.beat("loading the base weights")
-    learner = Learner(cfg, policy, inputs.pad_token)
-
-    tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
-    if saved:
-        learner.restore(saved.tensors, saved.state)
-        tripwires.state(first_step, functools.partial(learner.not_saved, saved))
-        saved = None  # closes its files: a checkpoint that is removed must give its space back
-    tripwires.state(first_step, lambda: policy.unequal(frozen=True))
-    if bridge:
-        sampler = SeparateSampler(cfg, parallel, inputs, learner, bridge)
-        policy.model.to(parallel.device)
-        sampler.start(first_step, read)
-    else:
-        sampler = Sampler(cfg, inputs, policy, heartbeat, learner.sampling_policy)
-    log.say(f"run folder: {log.run_dir}\n{introduction(cfg, ranks, inputs)}")
-    log.say(f"{lora_megatron.describe(policy.adapters, parallel)}\n{LEGEND}")
-    return Run(cfg, parallel, heartbeat, inputs, log, tripwires, learner, sampler, first_step)
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:

@@ -23,7 +23,7 @@ from facts.exits import InputError
 from hardware import device as devices
 from inputs import functions, hf_config
 from inputs.config import to_dict
-from inputs.rules import problems, refuse_first, sides
+from inputs.rules import problems, refuse_first
 from knobs import Config, DataConfig, EvalConfig, LossConfig, RewardConfig, TinyModelConfig
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
@@ -49,6 +49,11 @@ class Inputs(NamedTuple):
         """The token that fills rows up."""
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
+    @property
+    def probe(self) -> list[int]:
+        """The prompt on which engine and trainer are compared."""
+        return self.held_out[""][0].prompt
+
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
         """As rollout.score_completions, with the tokenizer and the reward of the run."""
         return rollout.score_completions(answers, self.tokenizer, self.scorer)
@@ -70,8 +75,7 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
         arch = hf_config.read(cfg.model.path)
     refuse_first(problems(cfg, arch, ranks))
     if with_device:
-        sampling = sides(cfg, ranks)[-1]
-        factory.check_engine(sampling.cfg, arch, sampling.ranks)
+        factory.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
         aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
     return arch
@@ -257,13 +261,11 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
     """What is printed before the first step: layout, data, and the batch arithmetic."""
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
-    lines = []
-    for side in sides(cfg, ranks):
-        tensor, expert = side.cfg.parallel.tensor, side.cfg.parallel.expert
-        lines.append(
-            f"layout: {side.ranks} {side.name or 'ranks'} = tensor {tensor} x data {side.ranks // tensor} = "
-            f"expert {expert} x expert_data {side.ranks // expert}"
-        )
+    tensor, expert = cfg.parallel.tensor, cfg.parallel.expert
+    lines = [
+        f"layout: {ranks} ranks = tensor {tensor} x data {ranks // tensor} = "
+        f"expert {expert} x expert_data {ranks // expert}"
+    ]
     for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
         lines += [f"{name or 'held out'}: {part.description}", *look_alikes(f"{name or 'held out'}", part, part)]
         if part is not inputs.questions:
