@@ -295,22 +295,12 @@ class Trainer:
 def make(
     model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]
 ) -> tuple[dict[str, Pairs], dict[str, Any]]:
-    """The pairs of each kind for the base ``model``, and the content of EXPECTED.
+    """Return the pairs of each kind for the base ``model``, and the content of EXPECTED.
 
     ``value`` is the reference; ``given``: see GIVEN.
     """
-    base, kinds = value({}), {GIVEN: given}
-    for kind in KINDS:
-        if found := _sized(kind, arch, value, base, say):
-            kinds[kind] = found
-    for kind, parts in TOGETHER.items():
-        if there := [part for part in parts if part in kinds]:
-            kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
-    if "mlp" in kinds:
-        kinds[OWN_A] = {
-            name: pair._replace(a=pair.a.roll(1, 1)) if name.endswith("up_proj") else pair
-            for name, pair in kinds["mlp"].items()
-        }
+    base = value({})
+    kinds = {GIVEN: given} | _drawn(arch, value, base, say)
     expected: dict[str, Any] = {"model": model, "prompts": prompts_for(arch), "base": base.tolist(), "kinds": {}}
     for kind, pairs in kinds.items():
         right = value(pairs)
@@ -320,6 +310,20 @@ def make(
         effect = (right - base).abs().mean().item()
         say(f"{kind:14} {len(pairs):6} matrices  {effect:.2f} nats  {len(far)} faults")
     return kinds, expected
+
+
+def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> dict[str, Pairs]:
+    """Draw the pairs of each of KINDS that the model has, and put those of TOGETHER and of OWN_A together from them."""
+    kinds = {kind: pairs for kind in KINDS if (pairs := _sized(kind, arch, value, base, say))}
+    for kind, parts in TOGETHER.items():
+        if there := [part for part in parts if part in kinds]:
+            kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
+    if "mlp" in kinds:
+        kinds[OWN_A] = {
+            name: pair._replace(a=pair.a.roll(1, 1)) if name.endswith("up_proj") else pair
+            for name, pair in kinds["mlp"].items()
+        }
+    return kinds
 
 
 def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch: Architecture) -> None:
