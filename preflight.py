@@ -378,11 +378,7 @@ def judge_layout(arguments: list[str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
-    others = []
-    if args.fastest:
-        others = fastest(verdict, setting)
-    elif verdict.reasons:
-        others = alternatives(verdict, setting)
+    others = fastest(verdict, setting) if args.fastest else alternatives(verdict, setting)
     started = scripts(Path(args.config), device)
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
