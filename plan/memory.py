@@ -219,7 +219,7 @@ def step_memory(
     cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
 ) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
-    element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
+    element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
     tokens = packed_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
     work = activations(
         arch,
@@ -241,21 +241,10 @@ def step_memory(
     )
     cached_rows = min(wanted_rows, at_once)
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
-    # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
-    # experts if the engine uses the trainer's own shards.
-    experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
     adapter, in_passes = cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES
     stacks_filled = has_stacks(cfg, layout, device)
     frozen, merged = (size * element * stacks_filled for size in shared_experts(cfg, arch, layout))
-    if layout.engine_expert > layout.engine_tensor:
-        first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
-    else:
-        first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
-    group = 0 if adapter else first_group
-    if group and stacks_filled:
-        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
-        stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
-        group = int(max(stacks, 2 * attention * h * element))
+    first_group, pushed = _push(cfg, arch, layout, stacks_filled, merged > 0)
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
@@ -287,8 +276,6 @@ def step_memory(
     parts["merging in fp32"] = max(0, merging) * (in_passes and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
-    # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
-    gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * adapter
     sampling = activations(
         arch,
         cfg.lora,
@@ -299,9 +286,6 @@ def step_memory(
         scored=cached_rows,
         device=device,
     ).reference
-    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
-    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
-    merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
     # Rank 0 has a checkpoint in the memory of the host.
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
@@ -310,7 +294,7 @@ def step_memory(
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
         # The first push. With factors apart, the host has the frozen experts until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not adapter),
-        "sync": resident + swapped + group + gathered + merging_push * (not adapter),
+        "sync": resident + swapped + pushed,
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight, or stack of experts, at a time.
@@ -324,6 +308,31 @@ def step_memory(
         "save": resident + gathered_by_a_save(arch, cfg.lora, device) + checkpoint,
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
+
+
+def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool, shared: bool) -> tuple[int, int]:
+    """Return the bytes of the largest group of tensors in the first push, and those that a later push needs in all.
+
+    An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's experts
+    if the engine uses the trainer's own shards. ``shared``: merged experts are in the engine's memory.
+    """
+    element, h = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size
+    experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
+    if layout.engine_expert > layout.engine_tensor:
+        group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
+    else:
+        group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
+    if cfg.merging is Merging.NOWHERE:
+        # It gathers the factors whole in fp32, and the engine holds the old ones until it has the new ones.
+        return group, lora_parameters(arch, cfg.lora, WHOLE) * (4 + element)
+    later = group
+    if stacks_filled:
+        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
+        stacks = 3 * experts * ((not shared) / layout.expert + (layout.engine_expert == 1 < layout.expert))
+        later = int(max(stacks, 2 * attention * h * element))
+    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
+    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and shared)
+    return group, later + max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
 
 
 def _sampling_layout(layout: RankGrid) -> RankGrid:
