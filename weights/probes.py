@@ -127,11 +127,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
     def only(pattern: str) -> Pairs:
         return {name: pair for name, pair in pairs.items() if re.search(pattern, name)}
 
-    def scaled(factor: Callable[[Pair], float]) -> Pairs:
-        return {name: pair._replace(scale=factor(pair)) for name, pair in pairs.items()}
-
-    def of_q(factor: float) -> Pairs:
-        return {n: pair._replace(scale=factor * pair.scale) if "q_proj" in n else pair for n, pair in pairs.items()}
+    def scaled(factor: Callable[[Pair], float], of: str = "") -> Pairs:
+        return {name: pair._replace(scale=factor(pair)) if of in name else pair for name, pair in pairs.items()}
 
     def moved(by: int) -> Pairs:
         def other(match: re.Match) -> str:
@@ -171,8 +168,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "fc1 without fc2": only(r"(?<!down_proj)$"),
         "fc2 without fc1": only(r"(?<!gate_proj)(?<!up_proj)$"),
         "q without k, v": only(r"(?<!k_proj)(?<!v_proj)$"),
-        "q at half its scale, as without its alpha_pattern": of_q(0.5),
-        "q at twice its scale, as without its rank_pattern": of_q(2.0),
+        "q at half its scale, as without its alpha_pattern": scaled(lambda pair: 0.5 * pair.scale, of="q_proj"),
+        "q at twice its scale, as without its rank_pattern": scaled(lambda pair: 2 * pair.scale, of="q_proj"),
         "first layer only": only(rf"^model\.layers\.{layers[0]}\."),
         "all but the last layer": only(rf"^model\.layers\.(?!{layers[-1]}\.)"),
         "factors of the neighbouring TP2 shard": {name: _neighbours(name, pair) for name, pair in pairs.items()},
