@@ -79,25 +79,7 @@ def activations(
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
     kinds = {*arch.moe_layers}
     layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in kinds}
-    # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
-    dense, width = arch.dense_ffn_size, arch.expert_ffn_size
-    # Rows that stay on their rank are only sorted. Gate and up are free when three gradients exist; without recompute
-    # the fullest moment is before that.
-    stays = layout.expert == 1
-    gradients = 3 * h if not stays else 3 * h - 2 * width if recompute else h
-    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
-    returned = 0 if stays else s * arch.experts_per_token * h * element
-    in_flight = {
-        True: rows * gradients * element + returned,
-        False: 4 * tokens * dense // layout.tensor * element,
-    }
-    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
-    copies = 5 if layout.expert < arch.num_experts else 3
-    of_rows = rows * max(copies * h, 3 * h + 4 * width) * element
-    forward_only = {
-        True: rows * max(2 * h + width, h + 3 * width) * element if stays else of_rows,
-        False: tokens * (h + 4 * dense // layout.tensor) * element,
-    }
+    widest = {is_moe: _widest(arch, layout, is_moe, element, tokens, rows, recompute) for is_moe in kinds}
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, min(ROWS_PER_CHUNK, logits_per_chunk(device) // vocabulary))) * vocabulary * 4  # fp32
@@ -108,19 +90,37 @@ def activations(
     if recompute:
         kept = arch.num_layers * s * h * element + head_kept
         # Of the residual stream: the sum after attention, and a gradient.
-        backward = max(layers[is_moe] + in_flight[is_moe] for is_moe in layers) + 2 * s * h * element
+        backward = max(layers[is_moe] + widest[is_moe][0] for is_moe in kinds) + 2 * s * h * element
     else:
         # The embedding is frozen, so layer 0 does not keep its input.
         kept = sum(arch.moe_layers.count(is_moe) * layer for is_moe, layer in layers.items()) + head_kept
         kept -= s * h * norm
-        backward = max(in_flight[is_moe] for is_moe in layers)
-    forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
+        backward = max(in_flight for in_flight, _ in widest.values())
+    forward = 3 * tokens // layout.tensor * h * element + max(forward_only for _, forward_only in widest.values())
     reference = max(forward, scored * (h * element + 12) + 2 * chunk) + s * h * element + mask[1]
     kept += mask[0]
     entering = 4 * s * h * element + rows * 3 * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
     peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
     return Activations(int(peak), int(logits), int(reference), int(entering), int(recomputed))
+
+
+def _widest(
+    arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
+) -> tuple[float, float]:
+    """Return the bytes at the widest place of a layer: the gradients of a backward pass; a pass that keeps nothing."""
+    h, width, dense = arch.hidden_size, arch.expert_ffn_size, arch.dense_ffn_size
+    if not is_moe:
+        return 4 * tokens * dense // layout.tensor * element, tokens * (h + 4 * dense // layout.tensor) * element
+    if layout.expert == 1:  # rows that stay on their rank are only sorted
+        # Gate and up are free when three gradients exist; without recompute the fullest moment is before that.
+        gradients = 3 * h - 2 * width if recompute else h
+        return rows * gradients * element, rows * max(2 * h + width, h + 3 * width) * element
+    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
+    returned = tokens // layout.tensor * arch.experts_per_token * h * element
+    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
+    copies = 5 if layout.expert < arch.num_experts else 3
+    return rows * (3 * h) * element + returned, rows * max(copies * h, 3 * h + 4 * width) * element
 
 
 def _kept_by_layer(
