@@ -112,8 +112,7 @@ class Meter(TorchDispatchMode):
         on_device = any(tensor.device.type == self.device for tensor in (*results, *tensors_of(args)))
         if on_device and func.namespace != "prim" and not func.is_view and operator not in NO_LAUNCH:
             phase.launches += 1
-        formula = FLOPS.get(operator.__name__) or flop_registry.get(operator)
-        if formula:
+        if formula := FLOPS.get(operator.__name__) or flop_registry.get(operator):
             phase.flops += formula(*args, **kwargs, out_val=out)
         return out
 
