@@ -28,6 +28,7 @@ from pathlib import Path
 # PYTHONSAFEPATH and `python -P` leave the folder of this file out.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
+from facts.architectures import Architecture
 from facts.devices import HARDWARE, three_digits
 from facts.exits import InputError
 from facts.root import ROOT
@@ -35,7 +36,7 @@ from inputs import hf_config
 from inputs.config import command, command_line, path_option, resolve_config, to_yaml
 from inputs.files import MOST_RANKS, shown
 from inputs.rules import divisors, nearest
-from knobs import Merging, ModelConfig, RolloutConfig
+from knobs import Config, Merging, ModelConfig, RolloutConfig
 from plan import calibrate, grid, memory, roofline, update_kept, whole_run
 from plan.search import Setting, Verdict, alternatives, fastest, judge, overrides, scripts
 
@@ -323,9 +324,32 @@ def main(arguments: list[str] | None = None) -> int:
     return judge_layout(arguments)
 
 
+def for_first_hour(cfg: Config, device: str, ranks: int) -> str:
+    """Return the line that first_hour.sh reads: device, ranks, whether graphs could be tried, name and folder."""
+    graphs = device != "cpu" and cfg.rollout.kind.reserves and cfg.rollout.enforce_eager
+    return "\t".join([device, str(ranks), "yes" if graphs else "no", cfg.name, cfg.train.out_dir])
+
+
+def setting_of(
+    args: argparse.Namespace, cfg: Config, arch: Architecture, device: str, ranks: int, timing: dict[str, float]
+) -> Setting:
+    """Return what the command line says of the machine and the lengths, calibrated if there is a ``timing``."""
+    mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
+    hardware = HARDWARE[device]
+    setting = Setting(
+        arch=arch,
+        device=device,
+        hardware=dataclasses.replace(hardware, memory_gib=args.device_gib or hardware.memory_gib),
+        ranks_per_node=args.ranks_per_node,
+        prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
+        completion_tokens=args.completion_tokens or mean,
+    )
+    return calibrate.calibrated(cfg, ranks, setting, timing) if timing else setting
+
+
 @command
 def judge_layout(arguments: list[str]) -> int:
-    """The exit code of the layout of CONFIG, which is printed with its memory and seconds."""
+    """Print the layout of CONFIG with its memory and seconds, and return the exit code."""
     args = parse(arguments)
     cfg, notes = resolve_config(args.config, args.overrides, layout=False)
     if args.values:
@@ -343,35 +367,19 @@ def judge_layout(arguments: list[str]) -> int:
     device = grid.device_of(cfg.device)
     ranks = args.ranks or grid.default_ranks(cfg.parallel, cfg.rollout, device, node)
     if args.where:
-        graphs = device != "cpu" and cfg.rollout.kind.reserves and cfg.rollout.enforce_eager  # could be tried
-        print(device, ranks, "yes" if graphs else "no", cfg.name, cfg.train.out_dir, sep="\t")
+        print(for_first_hour(cfg, device, ranks))
         return 0
     if ranks > node and ranks % node:
         raise InputError(
             f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
             f"{nearest(node, divisors(ranks))}"
         )
-    mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
-    hardware = HARDWARE[device]
-    setting = Setting(
-        arch=arch,
-        device=device,
-        hardware=dataclasses.replace(hardware, memory_gib=args.device_gib or hardware.memory_gib),
-        ranks_per_node=node,
-        prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
-        completion_tokens=args.completion_tokens or mean,
-    )
-    if timing:
-        setting = calibrate.calibrated(cfg, ranks, setting, timing)
+    setting = setting_of(args, cfg, arch, device, ranks, timing)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     verdict = judge(cfg, ranks, setting)
-    others = []
-    if args.fastest:
-        others = fastest(verdict, setting)
-    elif verdict.reasons:
-        others = alternatives(verdict, setting)
-    started = scripts(Path(args.config), setting.device)
+    others = fastest(verdict, setting) if args.fastest else alternatives(verdict, setting)
+    started = scripts(Path(args.config), device)
     if args.json:
         print(json.dumps(as_json(verdict, others, setting, started)))
     else:

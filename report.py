@@ -172,13 +172,11 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
     """
     import pandas
 
-    tables = []
+    found = [find(results, name) for name in names]
+    steps = pandas.concat([table for table, _ in found])
     variants: dict[str, Record] = {}
-    for name in names:
-        table, found = find(results, name)
-        tables.append(table)
-        variants |= found
-    steps = pandas.concat(tables)
+    for _, of_name in found:
+        variants |= of_name
     base, *others = variants
     if not others:
         raise InputError(f"compare: found {base}; needed: two different records, variants, runs, or those of a sweep")
@@ -189,6 +187,13 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
         if code or said.startswith("same"):
             return code
     kind = kind or ("sampled" if steps.get("eval/sampled_accuracy", pandas.Series()).notna().any() else "greedy")
+    compare_over_seeds(steps, variants, kind)
+    return 0
+
+
+def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], kind: comparisons.Kind) -> None:
+    """Print how each variant but the first differs from the first one: its settings, and its answers over the seeds."""
+    base, *others = variants
     entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
     for one in comparisons.of_family(*comparisons.scores(steps, kind), family, entries, False):
@@ -200,7 +205,6 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
             continue
         print(f"  {kind}: {one.effect} points ({one.effect.seeds} paired seeds): {one.found}")
         print(f"  p = {one.p:.3g} (Holm over {len(others)}); finds {one.effect.detectable:.1f} points with 80 % power")
-    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------ checking

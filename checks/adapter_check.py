@@ -201,37 +201,53 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
 def judged(
     got: Tensor, base_got: Tensor, known: dict, base: Tensor, tolerance: float, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The verdict, the distance from what is right in nats, and a remark.
+    """Return the verdict, the distance from the right log-probs in nats, and a remark.
 
     ``known``: of the kind, as in expected.json; ``base_got``: the program's own log-probs without an adapter.
     """
+    if not got.isfinite().all():
+        return {"verdict": "wrong", "nats": None, "remark": "not finite"}
     right = torch.tensor(known["right"], dtype=torch.float64)
     answers = {"right": right, "base": base_got} | {
         name: torch.tensor(values, dtype=torch.float64) for name, values in known["faults"].items()
     }
     near = {name: (got - values).abs().mean().item() for name, values in answers.items()}
-    within = [name for name in near if near[name] <= tolerance]
     alike = [name for name in known["faults"] if (answers[name] - right).abs().mean() <= tolerance]
+    change = right - base
+    share = ((got - base_got) * change).sum() / change.square().sum()
+    effect, is_base = change.abs().mean().item(), torch.equal(got, base_got)
+    verdict, remark = _verdict(near, alike, tolerance, effect, float(share), is_base, dtype)
+    return {"verdict": verdict, "nats": near["right"], "remark": remark}
+
+
+def _verdict(
+    near: dict[str, float],
+    alike: list[str],
+    tolerance: float,
+    effect: float,
+    share: float,
+    is_base: bool,
+    dtype: str,
+) -> tuple[str, str]:
+    """Return the verdict and a remark, by the distances ``near`` from each known answer in nats.
+
+    ``alike``: the faults that the right answer cannot be told from; ``effect``: the mean change by the right adapter;
+    ``share``: how much of that change there is; ``is_base``: there is none, bit for bit.
+    """
+    within = [name for name in near if near[name] <= tolerance]
     nearest = min((name for name in near if name not in ("right", *alike)), key=lambda name: near[name])
-    if not got.isfinite().all():
-        verdict, remark = "wrong", "not finite"
-    elif "right" in within and near["right"] * 2 > near[nearest]:
-        verdict, remark = "unclear", f"as near to: {nearest}"
-    elif "right" in within:
-        verdict, remark = "applied", f"effect {(right - base).abs().mean().item():.2f}"
-        remark += f"; too near to tell: {', '.join(alike)}" * bool(alike)
-    elif "base" in within:
-        verdict, remark = "ignored", "the base" + (", bit for bit" if torch.equal(got, base_got) else "")
-    elif within:
-        verdict, remark = "wrong", " or ".join(within)
-    elif near[nearest] * CLOSE <= near["right"]:
-        verdict, remark = "wrong", f"close to: {nearest} ({near[nearest]:.2g} nats)"
-    else:
-        share = ((got - base_got) * (right - base)).sum() / (right - base).square().sum()
-        verdict = "wrong"
-        remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
-        remark += ADVICE[dtype] * (abs(share - 1) < ROUNDED)
-    return {"verdict": verdict, "nats": near["right"] if got.isfinite().all() else None, "remark": remark}
+    if "right" in within and near["right"] * 2 > near[nearest]:
+        return "unclear", f"as near to: {nearest}"
+    if "right" in within:
+        return "applied", f"effect {effect:.2f}" + f"; too near to tell: {', '.join(alike)}" * bool(alike)
+    if "base" in within:
+        return "ignored", "the base" + ", bit for bit" * is_base
+    if within:
+        return "wrong", " or ".join(within)
+    if near[nearest] * CLOSE <= near["right"]:
+        return "wrong", f"close to: {nearest} ({near[nearest]:.2g} nats)"
+    remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
+    return "wrong", remark + ADVICE[dtype] * (abs(share - 1) < ROUNDED)
 
 
 def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:

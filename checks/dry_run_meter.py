@@ -105,16 +105,14 @@ class Meter(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count_collective(func, args)
             return out
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = tensors_of(out)
         for tensor in results:
             self._see(tensor)
         phase.peak = max(phase.peak, self.now)
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        on_device = any(tensor.device.type == self.device for tensor in (*results, *given))
+        on_device = any(tensor.device.type == self.device for tensor in (*results, *tensors_of(args)))
         if on_device and func.namespace != "prim" and not func.is_view and operator not in NO_LAUNCH:
             phase.launches += 1
-        formula = FLOPS.get(operator.__name__) or flop_registry.get(operator)
-        if formula:
+        if formula := FLOPS.get(operator.__name__) or flop_registry.get(operator):
             phase.flops += formula(*args, **kwargs, out_val=out)
         return out
 
@@ -123,8 +121,8 @@ class Meter(TorchDispatchMode):
         ranks = group.size()
         if ranks == 1:
             return
-        every = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-        out = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor))
+        every = sum(tensor.nbytes for tensor in tensors_of(args))
+        out = sum(tensor.nbytes for tensor in tensors_of(args[0]))
         # The larger side of a gather or scatter is what a ring moves, but for this rank's own part.
         largest = max(out, every - out)
         times = 2 if func.overloadpacket is c10d.allreduce_ else 1
@@ -132,6 +130,11 @@ class Meter(TorchDispatchMode):
         key = func.overloadpacket.__name__.strip("_"), name
         self.current.collectives[key] += 1
         self.current.sent[key] += times * largest * (ranks - 1) // ranks
+
+
+def tensors_of(tree: object) -> list[Tensor]:
+    """Return the tensors among the leaves of an operator's arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # ------------------------------------------------------------------------------------------------ operations

@@ -17,6 +17,7 @@ E local experts, N rows of all of them, h hidden size, w expert width, R LoRA ra
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -287,17 +288,21 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, T
 
 
 def summary(results: list[dict]) -> list[dict]:
-    """A row for each operator and dtype: the largest errors and the longest time of all ranks, and what was wrong."""
-    table = []
-    for operator, dtype in dict.fromkeys((row["operator"], row["dtype"]) for row in results):
-        rows = [row for row in results if (row["operator"], row["dtype"]) == (operator, dtype)]
-        largest = {part: max(row[part] for row in rows) for part in ("forward", "backward", "milliseconds")}
-        table.append({key: value for key, value in rows[0].items() if key != "rank"} | largest | {
-            "wrong": sorted({way for row in rows for way in row["wrong"]}, reverse=True),
-            "wrong_ranks": [row["rank"] for row in rows if row["wrong"]],
-            "error": next((row["error"] for row in rows if row["error"]), ""),
-        })  # fmt: skip
-    return table
+    """Return a row for each operator and dtype: the worst of the rows of all ranks."""
+    by_case: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    for row in results:
+        by_case[row["operator"], row["dtype"]].append(row)
+    return [worst(rows) for rows in by_case.values()]
+
+
+def worst(rows: list[dict]) -> dict:
+    """Return the largest errors and the longest time of the rows of one operator and dtype, and what was wrong."""
+    largest = {part: max(row[part] for row in rows) for part in ("forward", "backward", "milliseconds")}
+    return {key: value for key, value in rows[0].items() if key != "rank"} | largest | {
+        "wrong": sorted({way for row in rows for way in row["wrong"]}, reverse=True),
+        "wrong_ranks": [row["rank"] for row in rows if row["wrong"]],
+        "error": next((row["error"] for row in rows if row["error"]), ""),
+    }  # fmt: skip
 
 
 def as_text(table: list[dict]) -> str:

@@ -196,8 +196,7 @@ class Decoder:
         num_samples: int,
         new_tokens: int,
         pad_token: int,
-        layer_outputs: list[Tensor] | None = None,
-        beat: Callable[[], None] = lambda: None,
+        after_layer: Callable[[Tensor], None],
     ) -> tuple[Tensor, PrefixCache | RowCache, Tensor | None]:
         """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
 
@@ -209,38 +208,47 @@ class Decoder:
         on whole prompts and rounds as without the line. So do products of four rows or more; an expert with fewer rows,
         and the one output of a shared expert's gate, add in another order. bf16 promises a gap of exactly 0 to the
         trainer, and a product of one row can break it (docs/policy.md), so in bf16 the line has all tokens of all
-        prompts. ``layer_outputs`` collects the (M, h) after each layer. ``beat`` is called after each layer, too.
+        prompts. ``after_layer`` is called with the (M, h) after each layer.
         """
-        arch, device, longest, in_bf16 = self.arch, self.device, max(map(len, prompts)), self.cache is RowCache
+        device, longest, in_bf16 = self.device, max(map(len, prompts)), self.cache is RowCache
         longest += -longest % packing.KEYS * in_bf16
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        cache = self.cache(arch, lengths, longest, num_samples, new_tokens, self.dtype)
-
+        cache = self.cache(self.arch, lengths, longest, num_samples, new_tokens, self.dtype)
         ids = torch.tensor([[*p, *[pad_token] * (longest - len(p))] for p in prompts], device=device)
-        position, shared = torch.arange(longest, device=device), 0 if in_bf16 else len(os.path.commonprefix(prompts))
+        shared = 0 if in_bf16 else len(os.path.commonprefix(prompts))
         hidden, experts = [], []
         step = max(1, PREFILL_TOKENS // longest)
         for part in (slice(start, start + step) for start in range(0, len(prompts), step)):
-            is_packed = (position >= shared) & (position < lengths[part, None]) | in_bf16  # (p, T)
-            is_packed[0, :shared] = True
-            # (M,) index in the packed sequence -> index in the flattened rows
-            source = is_packed.flatten().nonzero()[:, 0]
-            index = torch.where(position < shared, position, is_packed.flatten().cumsum(0).view_as(is_packed) - 1)
-            x, routes = F.embedding(ids[part].flatten()[source], self.embedding), []  # (M, h)
-            cos, sin = (table[source % longest, None] for table in (cache.cos, cache.sin))  # (M, 1, D)
-            for layer in range(arch.num_layers):
-                qkv = self._qkv(layer, x, cos, sin)
-                query, key, value = (packing.rows_of(heads, index) for heads in qkv)  # (p, heads, T, D)
-                cache.write_prompts(layer, part, key, value)
-                mixed = kernels.causal_attention(query, key, value, scale=arch.head_dim**-0.5)
-                mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, source)  # (M, H * D)
-                x = self._mlp(layer, x + self._linear(layer, "o_proj", mixed), routes)
-                if layer_outputs is not None:
-                    layer_outputs.append(x)
-                beat()
+            source, index = _line(lengths[part], longest, shared, whole=in_bf16)
+            x, routes = self._run_line(ids[part].flatten()[source], part, source, index, cache, after_layer)
             hidden.append(x[index[torch.arange(len(index), device=device), lengths[part] - 1]])
             experts += [torch.stack(routes, 1).to(torch.uint8)[index]] if routes else []
         return torch.cat(hidden), cache, torch.cat(experts) if experts else None
+
+    def _run_line(
+        self,
+        tokens: Tensor,
+        part: slice,
+        source: Tensor,
+        index: Tensor,
+        cache: PrefixCache | RowCache,
+        after_layer: Callable[[Tensor], None],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the ``tokens`` of a line, (M,), through all layers, and write the prompts of ``part`` into the cache.
+
+        ``source`` and ``index``: see _line. It returns the last states and the experts by MoE layer: (M, h), (M, K).
+        """
+        x, routes = F.embedding(tokens, self.embedding), []  # (M, h)
+        cos, sin = (table[source % cache.longest, None] for table in (cache.cos, cache.sin))  # (M, 1, D)
+        for layer in range(self.arch.num_layers):
+            qkv = self._qkv(layer, x, cos, sin)
+            query, key, value = (packing.rows_of(heads, index) for heads in qkv)  # (p, heads, T, D)
+            cache.write_prompts(layer, part, key, value)
+            mixed = kernels.causal_attention(query, key, value, scale=self.arch.head_dim**-0.5)
+            mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, source)  # (M, H * D)
+            x = self._mlp(layer, x + self._linear(layer, "o_proj", mixed), routes)
+            after_layer(x)
+        return x, routes
 
     def decode(self, token: Tensor, n: int, cache: PrefixCache | RowCache) -> tuple[Tensor, list[Tensor]]:
         """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
@@ -257,3 +265,18 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, h) -> (R, V)"""
         return F.linear(kernels.rms_norm(hidden, self.final_norm, self.arch.rms_norm_eps), self.head)
+
+
+def _line(lengths: Tensor, longest: int, shared: int, *, whole: bool) -> tuple[Tensor, Tensor]:
+    """Return which tokens of some prompts are on their line, and where each of their tokens is on it.
+
+    The first result is the index of each token of the line in the flattened rows, (M,); the second is the inverse map,
+    (p, T). All prompts begin with ``shared`` common tokens. A ``whole`` line has all tokens and the padding.
+    ``lengths``: of the prompts, (p,); ``longest``: T.
+    """
+    position = torch.arange(longest, device=lengths.device)
+    is_packed = (position >= shared) & (position < lengths[:, None]) | whole  # (p, T)
+    is_packed[0, :shared] = True
+    source = is_packed.flatten().nonzero()[:, 0]
+    index = torch.where(position < shared, position, is_packed.flatten().cumsum(0).view_as(is_packed) - 1)
+    return source, index

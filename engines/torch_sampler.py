@@ -75,7 +75,7 @@ class TorchSampler(Engine):
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs)
+        self.decoder.prefill([prompt], 1, 1, self.pad_token, outputs.append)
         return [output[: len(prompt)] for output in outputs]
 
     @torch.inference_mode()
@@ -107,7 +107,9 @@ class TorchSampler(Engine):
         decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
         rows = len(prompts) * num_samples
         uniforms = self._uniforms(seeds, num_samples, params)
-        hidden, cache, prompt_routes = decoder.prefill(prompts, num_samples, new_tokens, self.pad_token, beat=self.beat)
+        hidden, cache, prompt_routes = decoder.prefill(
+            prompts, num_samples, new_tokens, self.pad_token, lambda _: self.beat()
+        )
         hidden = hidden.repeat_interleave(num_samples, 0)
         # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)

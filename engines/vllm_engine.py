@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -234,7 +235,7 @@ class VllmEngine(Engine):
         import vllm
 
         temperature = params.temperature
-        samples = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
+        prompt_of = [i for i in range(len(prompts)) for _ in range(num_samples)]  # by request
         uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
         self.draws.set_table(uniforms)
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
@@ -249,9 +250,9 @@ class VllmEngine(Engine):
                 detokenize=False,
                 flat_logprobs=True,
             )
-            for row in range(len(samples))
+            for row in range(len(prompt_of))
         ]
-        asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
+        asked = [{"prompt_token_ids": prompts[i]} for i in prompt_of]
         adapter = self.adapter and self.adapter.request()
         answers = (
             self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
@@ -259,16 +260,19 @@ class VllmEngine(Engine):
             else []
         )
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for (i, _), answer in zip(samples, answers, strict=True):
-            (one,) = answer.outputs
-            tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
-            assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
-            if routed:
-                routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
-            completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
+        for i, answer in zip(prompt_of, answers, strict=True):
+            completions[i].append(self._completion(answer, len(prompts[i]), routed))
         if fault := fault_of_log_probs(completions, self.dtype):
             raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
         return completions
+
+    def _completion(self, answer: Any, prompt_tokens: int, routed: bool) -> Completion:
+        """Return a RequestOutput of vLLM as a Completion, with its routes if they are ``routed``."""
+        (one,) = answer.outputs
+        tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
+        assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
+        routes = self._routes(one.routed_experts, prompt_tokens + len(tokens) - 1) if routed else None
+        return Completion(tokens, logp, one.finish_reason, routes)
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         self.llm.reset_prefix_cache()  # cached layers would not be computed

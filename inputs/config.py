@@ -47,13 +47,10 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
     _refuse_idle(given, idle, "override ")
     if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
         idle["data.num_train"] = "it counts the questions of another data.source"
-    for key in [key for key in idle if key in flatten(tree)]:
-        section, name = key.split(".")
-        tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
-        notes.append(f"{key}: not read, {idle[key]}")
-    cfg = _typed(tree, "")
-    found = unknown_checks(cfg.checks) + problems(cfg, layout=layout)
-    if found:
+    unread = [key for key in idle if key in flatten(tree)]
+    notes += [f"{key}: not read, {idle[key]}" for key in unread]
+    cfg = _typed(_without(tree, unread), "")
+    if found := unknown_checks(cfg.checks) + problems(cfg, layout=layout):
         raise InputError("; ".join(found))
     if cfg.model.path != of_file.model.path:
         _refuse_mistyped_model(cfg.model.path, cfg.tiny_model, given)
@@ -75,6 +72,13 @@ def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], l
             notes.append(f"{key}: given twice on the command line, the last one counts")
         given |= {key, ".".join(key.split(".")[:2])}
     return tree, given, notes
+
+
+def _without(tree: dict, keys: Iterable[str]) -> dict:
+    """Return a copy of ``tree`` without ``keys``, so that they take their defaults."""
+    for section, name in (key.split(".") for key in keys):
+        tree = tree | {section: {other: value for other, value in tree[section].items() if other != name}}
+    return tree
 
 
 def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[str]) -> None:

@@ -56,7 +56,7 @@ def problems(
     if cfg.rollout.engine == "vllm":
         found += _vllm(cfg.rollout, cfg.eval, cfg.lora, apart=cfg.merging is Merging.NOWHERE)
     found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
-    found += _loss(cfg.loss, cfg.rollout, cfg.reward)
+    found += [*_loss(cfg.loss), *_importance(cfg.loss, cfg.rollout), *_overlong(cfg.reward, cfg.rollout)]
     found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
         found += layout_problems(cfg, arch, ranks)
@@ -198,11 +198,16 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
         yield f"rollout.prompts_per_step: {prompts} exceeds data.num_train {count}"
 
 
-def _loss(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
+def _loss(loss: LossConfig) -> Iterator[str]:
+    """Yield what the terms of the loss cannot be."""
     if loss.kl != "none" and loss.kl_coef == 0:
         yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; use loss.kl: none"
     if 0 < loss.dual_clip <= 1:
         yield f"loss.dual_clip: {loss.dual_clip} would cut unclipped tokens too; needed: more than 1, or 0 for off"
+
+
+def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield why the correction for the policy that samples does not fit it."""
     if loss.importance == "icepop" and loss.importance_low >= loss.importance_clip:
         yield f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}"
     if rollout.staleness > 0 and loss.importance == "none":
@@ -212,6 +217,10 @@ def _loss(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Ite
         )
     if rollout.staleness == 0 and loss.importance == "uncorrected":
         yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
+
+
+def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield why no completion could end before the penalty."""
     overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"

@@ -202,7 +202,7 @@ def gain(steps: "pandas.DataFrame", variant: str) -> tuple[float, float, Effect]
 
 
 def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
-    """The announced comparisons for which there are records."""
+    """Return the announced comparisons for which there are records, with their outcomes and recovered shares."""
     tables = {kind: scores(steps, kind) for kind in {family.kind for family in plan.families}}
     made = []
     for family in plan.families:
@@ -212,12 +212,17 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
     good = {one.entry.method for one in made if one.is_control and one.found == one.entry.predicted}
     for one in made:
         one.outcome = _outcome(one, good)
+    _add_shares_(made)
+    return made
+
+
+def _add_shares_(made: list[Comparison]) -> None:
+    """Set the share of its base's loss that each method recovers, if the loss by the base's mismatch was found."""
     stated = [one for one in made if one.family.mismatch and not one.is_control and one.outcome != WITHHELD]
     lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
     for one in stated:
         if loss := lost.get(one.entry.base):
             one.share = share_recovered(loss.differences, one.differences)
-    return made
 
 
 def of_family(

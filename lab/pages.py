@@ -74,7 +74,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
-    """What was found; the comparisons of each section; those that are not as predicted, withheld or stopped."""
+    """Return what was found, the comparisons of each section, and those that are not as predicted or were stopped."""
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
@@ -84,15 +84,20 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
         own = [one for one in made if one.family.section == section and not one.is_control]
         shown = [comparison_row(one) for one in own if one.outcome == "met" or not one.entry.predicted]
         parts += [f"## {section}", text, table(shown)]
-    others = [
+    parts += ["## Not as predicted, withheld, or stopped", table(unmet_rows(plan, made))]
+    return "\n\n".join(filter(None, parts))
+
+
+def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
+    """Return the rows of the predictions that were not met or are withheld, then those without records."""
+    rows = [
         other_row(one.entry, one.outcome, str(one.effect))
         for one in made
         if one.outcome != "met" and one.entry.predicted and not one.is_control
     ]
     for family in plan.families:
-        others += [other_row(entry, entry.missing) for entry in family.entries + family.controls if entry.missing]
-    parts += ["## Not as predicted, withheld, or stopped", table(others)]
-    return "\n\n".join(filter(None, parts))
+        rows += [other_row(entry, entry.missing) for entry in family.entries + family.controls if entry.missing]
+    return rows
 
 
 def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFrame") -> dict[str, str]:

@@ -100,6 +100,9 @@ def rows_of(packed: Tensor, index: Tensor) -> Tensor:
     return taken.view(*index.shape, *packed.shape[1:]).transpose(1, 2)
 
 
+Starts = dict[tuple[int, ...], int]  # prompt -> the index of its first token in the packed sequence
+
+
 class _Row(NamedTuple):
     """A row that trains at least one token."""
 
@@ -109,52 +112,21 @@ class _Row(NamedTuple):
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
-    """The packing with which a forward pass predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
+    """Return the packing with which a forward pass predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
 
     The packed sequence is as long as a multiple of ``multiple``, because tensor parallelism splits it. Rows without a
     trained token are left out. If no row has one, the sequence has one token, because every rank takes part in every
     layer.
     """
     b, width = tokens.shape
-    rows = _trained_rows(tokens, mask)
-    trains = bool(rows)
-    if not trains:
-        rows = [_Row(0, (int(tokens[0, 0]),), 1)]
-
-    # The packed sequence: every prompt once, then the own tokens of each row.
-    source: list[int] = []
-    prompt_start: dict[tuple[int, ...], int] = {}
-    for row in rows:
-        if row.prompt not in prompt_start:
-            prompt_start[row.prompt] = len(source)
-            first = row.number * width
-            source += range(first, first + len(row.prompt))
-    index = torch.zeros(b, _up(width), dtype=torch.long)
-    prompt_length = torch.zeros(b, dtype=torch.long)
-    for row in rows:
-        length, start, own_start = len(row.prompt), prompt_start[row.prompt], len(source)
-        index[row.number, :length] = torch.arange(start, start + length)
-        index[row.number, length : row.end] = torch.arange(own_start, own_start + row.end - length)
-        prompt_length[row.number] = length
-        source += range(row.number * width + length, row.number * width + row.end)
+    trained = _trained_rows(tokens, mask)
+    rows = trained or [_Row(0, (int(tokens[0, 0]),), 1)]
+    source, prompt_start, index, prompt_length = _sequence(rows, b, width)
     filler = -len(source) % multiple
     num_rows = torch.zeros(len(source) + filler, dtype=torch.long)
-    if trains:
-        for row in rows:
-            num_rows[index[row.number, : row.end]] += 1
-
-    # The rows of attention, and where its results are.
-    longest_prompt = _up(max(len(prompt) for prompt in prompt_start))
-    most_own = max(row.end - len(row.prompt) for row in rows)
-    own_index = F.pad(index, (0, most_own)).gather(1, prompt_length[:, None] + torch.arange(most_own))
-    prompt_index = torch.zeros(len(prompt_start), longest_prompt, dtype=torch.long)
-    result_index = torch.zeros(len(source) + filler, dtype=torch.long)
-    first_own = prompt_index.numel()
-    result_index[own_index.flatten()] = torch.arange(first_own, first_own + own_index.numel())
-    for number, (prompt, start) in enumerate(prompt_start.items()):  # after the own tokens, whose padding has index 0
-        prompt_index[number, : len(prompt)] = torch.arange(start, start + len(prompt))
-        result_index[start : start + len(prompt)] = torch.arange(len(prompt)) + number * longest_prompt
-
+    for row in trained:
+        num_rows[index[row.number, : row.end]] += 1
+    prompt_index, own_index, result_index = _attention_rows(rows, prompt_start, index, prompt_length, len(num_rows))
     source_index = F.pad(torch.tensor(source), (0, filler))
     packing = Packing(
         source=source_index.to(tokens.device),
@@ -171,6 +143,46 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     return packing
 
 
+def _sequence(rows: list[_Row], b: int, width: int) -> tuple[list[int], Starts, Tensor, Tensor]:
+    """Lay out the packed sequence: every prompt once, then the own tokens of each row.
+
+    It returns Packing's source without filler, the prompts' Starts, and Packing's index and prompt_length.
+    """
+    source: list[int] = []
+    prompt_start: Starts = {}
+    for row in rows:
+        if row.prompt not in prompt_start:
+            prompt_start[row.prompt] = len(source)
+            first = row.number * width
+            source += range(first, first + len(row.prompt))
+    index = torch.zeros(b, _up(width), dtype=torch.long)
+    prompt_length = torch.zeros(b, dtype=torch.long)
+    for row in rows:
+        length, start, own_start = len(row.prompt), prompt_start[row.prompt], len(source)
+        index[row.number, :length] = torch.arange(start, start + length)
+        index[row.number, length : row.end] = torch.arange(own_start, own_start + row.end - length)
+        prompt_length[row.number] = length
+        source += range(row.number * width + length, row.number * width + row.end)
+    return source, prompt_start, index, prompt_length
+
+
+def _attention_rows(
+    rows: list[_Row], prompt_start: Starts, index: Tensor, prompt_length: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out the rows of attention: Packing's prompt_index, own_index and result_index. ``size``: M."""
+    longest_prompt = _up(max(len(prompt) for prompt in prompt_start))
+    most_own = max(row.end - len(row.prompt) for row in rows)
+    own_index = F.pad(index, (0, most_own)).gather(1, prompt_length[:, None] + torch.arange(most_own))
+    prompt_index = torch.zeros(len(prompt_start), longest_prompt, dtype=torch.long)
+    result_index = torch.zeros(size, dtype=torch.long)
+    first_own = prompt_index.numel()
+    result_index[own_index.flatten()] = torch.arange(first_own, first_own + own_index.numel())
+    for number, (prompt, start) in enumerate(prompt_start.items()):  # after the own tokens, whose padding has index 0
+        prompt_index[number, : len(prompt)] = torch.arange(start, start + len(prompt))
+        result_index[start : start + len(prompt)] = torch.arange(len(prompt)) + number * longest_prompt
+    return prompt_index, own_index, result_index
+
+
 def _trained_rows(tokens: Tensor, mask: Tensor) -> list[_Row]:
     trained, rows = mask.cpu(), []
     for number, row in enumerate(tokens.tolist()):
@@ -180,9 +192,7 @@ def _trained_rows(tokens: Tensor, mask: Tensor) -> list[_Row]:
     return rows
 
 
-def _add_sequences(
-    packing: Packing, rows: list[_Row], prompt_start: dict[tuple[int, ...], int], index: Tensor, filler: int
-) -> None:
+def _add_sequences(packing: Packing, rows: list[_Row], prompt_start: Starts, index: Tensor, filler: int) -> None:
     """The packed sequence as a GPU's kernel takes it: its parts in order, each with the number of its queries."""
     queries, keys = [], []
     for prompt, start in prompt_start.items():

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -231,14 +232,19 @@ def exchange(
     has a sequence's record; ``needed_by``, the ranks that train it; ``shapes``, the shape of its record. Collective:
     one message of uint8.
     """
-    ranks = dist.get_world_size()
-    order = sorted(needed_by)
-    outgoing = [[s for s in order if owner[s] == rank and peer in needed_by[s]] for peer in range(ranks)]
-    incoming = [[s for s in order if owner[s] == peer and rank in needed_by[s]] for peer in range(ranks)]
-    size = {s: math.prod(shapes[s]) for s in order}
-    send = torch.cat([torch.empty(0, dtype=torch.uint8), *(own[s].flatten() for peer in outgoing for s in peer)])
-    splits = [[sum(size[s] for s in peer) for peer in side] for side in (outgoing, incoming)]
-    receive = torch.empty(sum(splits[1]), dtype=torch.uint8)
-    dist.all_to_all_single(receive, send, splits[1], splits[0])
-    wanted = [s for peer in incoming for s in peer]
+    peers = range(dist.get_world_size())
+    outgoing = [_message(rank, peer, owner, needed_by) for peer in peers]
+    incoming = [_message(peer, rank, owner, needed_by) for peer in peers]
+    size = {s: math.prod(shapes[s]) for s in needed_by}
+    sent = [sum(size[s] for s in message) for message in outgoing]
+    received = [sum(size[s] for s in message) for message in incoming]
+    send = torch.cat([torch.empty(0, dtype=torch.uint8), *(own[s].flatten() for s in chain.from_iterable(outgoing))])
+    receive = torch.empty(sum(received), dtype=torch.uint8)
+    dist.all_to_all_single(receive, send, received, sent)
+    wanted = [*chain.from_iterable(incoming)]
     return {s: p.view(shapes[s]) for s, p in zip(wanted, receive.split([size[s] for s in wanted]), strict=True)}
+
+
+def _message(sender: int, receiver: int, owner: dict[int, int], needed_by: dict[int, list[int]]) -> list[int]:
+    """Return the sequences whose records ``sender`` sends to ``receiver``, in the order of the message."""
+    return sorted(s for s, ranks in needed_by.items() if owner[s] == sender and receiver in ranks)

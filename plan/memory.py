@@ -79,25 +79,7 @@ def activations(
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
     kinds = {*arch.moe_layers}
     layers = {is_moe: _kept_by_layer(arch, lora, layout, is_moe, element, tokens, rows) for is_moe in kinds}
-    # The widest place of a layer: gradients of activations in its backward pass; a forward pass that keeps nothing.
-    dense, width = arch.dense_ffn_size, arch.expert_ffn_size
-    # Rows that stay on their rank are only sorted. Gate and up are free when three gradients exist; without recompute
-    # the fullest moment is before that.
-    stays = layout.expert == 1
-    gradients = 3 * h if not stays else 3 * h - 2 * width if recompute else h
-    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
-    returned = 0 if stays else s * arch.experts_per_token * h * element
-    in_flight = {
-        True: rows * gradients * element + returned,
-        False: 4 * tokens * dense // layout.tensor * element,
-    }
-    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
-    copies = 5 if layout.expert < arch.num_experts else 3
-    of_rows = rows * max(copies * h, 3 * h + 4 * width) * element
-    forward_only = {
-        True: rows * max(2 * h + width, h + 3 * width) * element if stays else of_rows,
-        False: tokens * (h + 4 * dense // layout.tensor) * element,
-    }
+    widest = {is_moe: _widest(arch, layout, is_moe, element, tokens, rows, recompute) for is_moe in kinds}
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, min(ROWS_PER_CHUNK, logits_per_chunk(device) // vocabulary))) * vocabulary * 4  # fp32
@@ -108,19 +90,37 @@ def activations(
     if recompute:
         kept = arch.num_layers * s * h * element + head_kept
         # Of the residual stream: the sum after attention, and a gradient.
-        backward = max(layers[is_moe] + in_flight[is_moe] for is_moe in layers) + 2 * s * h * element
+        backward = max(layers[is_moe] + widest[is_moe][0] for is_moe in kinds) + 2 * s * h * element
     else:
         # The embedding is frozen, so layer 0 does not keep its input.
         kept = sum(arch.moe_layers.count(is_moe) * layer for is_moe, layer in layers.items()) + head_kept
         kept -= s * h * norm
-        backward = max(in_flight[is_moe] for is_moe in layers)
-    forward = 3 * tokens // layout.tensor * h * element + max(forward_only[is_moe] for is_moe in layers)
+        backward = max(in_flight for in_flight, _ in widest.values())
+    forward = 3 * tokens // layout.tensor * h * element + max(forward_only for _, forward_only in widest.values())
     reference = max(forward, scored * (h * element + 12) + 2 * chunk) + s * h * element + mask[1]
     kept += mask[0]
     entering = 4 * s * h * element + rows * 3 * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
     peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
     return Activations(int(peak), int(logits), int(reference), int(entering), int(recomputed))
+
+
+def _widest(
+    arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
+) -> tuple[float, float]:
+    """Return the bytes at the widest place of a layer: the gradients of a backward pass; a pass that keeps nothing."""
+    h, width, dense = arch.hidden_size, arch.expert_ffn_size, arch.dense_ffn_size
+    if not is_moe:
+        return 4 * tokens * dense // layout.tensor * element, tokens * (h + 4 * dense // layout.tensor) * element
+    if layout.expert == 1:  # rows that stay on their rank are only sorted
+        # Gate and up are free when three gradients exist; without recompute the fullest moment is before that.
+        gradients = 3 * h - 2 * width if recompute else h
+        return rows * gradients * element, rows * max(2 * h + width, h + 3 * width) * element
+    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
+    returned = tokens // layout.tensor * arch.experts_per_token * h * element
+    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
+    copies = 5 if layout.expert < arch.num_experts else 3
+    return rows * (3 * h) * element + returned, rows * max(copies * h, 3 * h + 4 * width) * element
 
 
 def _kept_by_layer(
@@ -219,7 +219,7 @@ def step_memory(
     cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
 ) -> Memory:
     """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
-    element, h, rollout = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size, cfg.rollout
+    element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
     tokens = packed_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
     work = activations(
         arch,
@@ -241,22 +241,10 @@ def step_memory(
     )
     cached_rows = min(wanted_rows, at_once)
     prefill = min(PREFILL_TOKENS, -(-wanted_rows // rollout.group_size) * cfg.data.max_prompt_tokens)
-    # An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's
-    # experts if the engine uses the trainer's own shards.
-    experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
     adapter, in_passes = cfg.merging is Merging.NOWHERE, cfg.merging >= Merging.PASSES
     way = Way(cfg, layout, device)
-    stacks_filled = way.fills_stacks
     frozen, merged = (size * element for size in shared_experts(way, arch))
-    if layout.engine_expert > layout.engine_tensor:
-        first_group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
-    else:
-        first_group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
-    group = 0 if adapter else first_group
-    if group and stacks_filled:
-        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
-        stacks = 3 * experts * ((not merged) / layout.expert + (layout.engine_expert == 1 < layout.expert))
-        group = int(max(stacks, 2 * attention * h * element))
+    first_group, pushed = _push(cfg, arch, layout, way.fills_stacks, merged > 0)
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
@@ -288,8 +276,6 @@ def step_memory(
     parts["merging in fp32"] = max(0, merging) * (in_passes and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
-    # A push of factors gathers them whole in fp32, and the engine holds the old ones until it has the new ones.
-    gathered = lora_parameters(arch, cfg.lora, WHOLE) * (4 + element) * adapter
     sampling = activations(
         arch,
         cfg.lora,
@@ -300,9 +286,6 @@ def step_memory(
         scored=cached_rows,
         device=device,
     ).reference
-    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
-    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and merged > 0)
-    merging_push = max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
     swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
     # Rank 0 has a checkpoint in the memory of the host.
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
@@ -311,7 +294,7 @@ def step_memory(
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
         # The first push. With factors apart, the host has the frozen experts until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not adapter),
-        "sync": resident + swapped + group + gathered + merging_push * (not adapter),
+        "sync": resident + swapped + pushed,
         "rollout": resident + sampling,
         # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
         # one weight, or stack of experts, at a time.
@@ -325,6 +308,31 @@ def step_memory(
         "save": resident + gathered_by_a_save(arch, cfg.lora, device) + checkpoint,
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
+
+
+def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool, shared: bool) -> tuple[int, int]:
+    """Return the bytes of the largest group of tensors in the first push, and those that a later push needs in all.
+
+    An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's experts
+    if the engine uses the trainer's own shards. ``shared``: merged experts are in the engine's memory.
+    """
+    element, h = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size
+    experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
+    if layout.engine_expert > layout.engine_tensor:
+        group, attention = 4 * experts // layout.engine_expert, arch.qkv_size // layout.tensor  # merged, stacked
+    else:
+        group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
+    if cfg.merging is Merging.NOWHERE:
+        # It gathers the factors whole in fp32, and the engine holds the old ones until it has the new ones.
+        return group, lora_parameters(arch, cfg.lora, WHOLE) * (4 + element)
+    later = group
+    if stacks_filled:
+        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
+        stacks = 3 * experts * ((not shared) / layout.expert + (layout.engine_expert == 1 < layout.expert))
+        later = int(max(stacks, 2 * attention * h * element))
+    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
+    merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and shared)
+    return group, later + max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
 
 
 def _sampling_layout(layout: RankGrid) -> RankGrid:

@@ -124,11 +124,14 @@ def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setti
 
 
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
-    """The accepted layouts nearest to a refused one; no more ranks than asked first, then by memory and estimated time.
+    """Return the accepted layouts nearest to a refused one, or none if ``refused`` has no reasons against it.
 
-    They are of as many ranks, or if none of these fits, of other numbers: of each the nearest layout. The search
-    changes the layout; then also recompute; then also the micro-batch.
+    No more ranks than asked come first, then memory and estimated time count. They are of as many ranks, or if none of
+    these fits, of other numbers: of each the nearest layout. The search changes the layout; then also recompute; then
+    also the micro-batch.
     """
+    if not refused.reasons:
+        return []
     cfg = _corrected(refused, setting.arch)
     recomputing = cfg.changed(model={"recompute": True})
     smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})

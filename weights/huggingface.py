@@ -140,7 +140,7 @@ def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 
 
 def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """The tensors of ``model_dir`` by name (by_expert), mapped: only the parts that are used are read from the disk.
+    """Return the tensors of ``model_dir`` by name (by_expert), mapped: only what is used is read from the disk.
 
     Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
     """
@@ -151,7 +151,13 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
             raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
         stored |= of_this_file
     stored = by_expert(stored)
-    expected = tensor_shapes(arch)
+    if problems := _misfits(stored, tensor_shapes(arch)):
+        raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
+    return stored
+
+
+def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> list[str]:
+    """Return a clause for each kind of wrong name, then one for each tensor of a wrong shape or dtype."""
     unmatched = {
         "missing": [name for name in expected if name not in stored],
         "not part of this architecture": [name for name in stored if name not in expected],
@@ -163,9 +169,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
             problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
         elif dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
-    if problems:
-        raise InputError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems[:3])}")
-    return stored
+    return problems
 
 
 def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -127,11 +127,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
     def only(pattern: str) -> Pairs:
         return {name: pair for name, pair in pairs.items() if re.search(pattern, name)}
 
-    def scaled(factor: Callable[[Pair], float]) -> Pairs:
-        return {name: pair._replace(scale=factor(pair)) for name, pair in pairs.items()}
-
-    def of_q(factor: float) -> Pairs:
-        return {n: pair._replace(scale=factor * pair.scale) if "q_proj" in n else pair for n, pair in pairs.items()}
+    def scaled(factor: Callable[[Pair], float], of: str = "") -> Pairs:
+        return {name: pair._replace(scale=factor(pair)) if of in name else pair for name, pair in pairs.items()}
 
     def moved(by: int) -> Pairs:
         def other(match: re.Match) -> str:
@@ -171,8 +168,8 @@ def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
         "fc1 without fc2": only(r"(?<!down_proj)$"),
         "fc2 without fc1": only(r"(?<!gate_proj)(?<!up_proj)$"),
         "q without k, v": only(r"(?<!k_proj)(?<!v_proj)$"),
-        "q at half its scale, as without its alpha_pattern": of_q(0.5),
-        "q at twice its scale, as without its rank_pattern": of_q(2.0),
+        "q at half its scale, as without its alpha_pattern": scaled(lambda pair: 0.5 * pair.scale, of="q_proj"),
+        "q at twice its scale, as without its rank_pattern": scaled(lambda pair: 2 * pair.scale, of="q_proj"),
         "first layer only": only(rf"^model\.layers\.{layers[0]}\."),
         "all but the last layer": only(rf"^model\.layers\.(?!{layers[-1]}\.)"),
         "factors of the neighbouring TP2 shard": {name: _neighbours(name, pair) for name, pair in pairs.items()},
@@ -295,22 +292,12 @@ class Trainer:
 def make(
     model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]
 ) -> tuple[dict[str, Pairs], dict[str, Any]]:
-    """The pairs of each kind for the base ``model``, and the content of EXPECTED.
+    """Return the pairs of each kind for the base ``model``, and the content of EXPECTED.
 
     ``value`` is the reference; ``given``: see GIVEN.
     """
-    base, kinds = value({}), {GIVEN: given}
-    for kind in KINDS:
-        if found := _sized(kind, arch, value, base, say):
-            kinds[kind] = found
-    for kind, parts in TOGETHER.items():
-        if there := [part for part in parts if part in kinds]:
-            kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
-    if "mlp" in kinds:
-        kinds[OWN_A] = {
-            name: pair._replace(a=pair.a.roll(1, 1)) if name.endswith("up_proj") else pair
-            for name, pair in kinds["mlp"].items()
-        }
+    base = value({})
+    kinds = {GIVEN: given} | _drawn(arch, value, base, say)
     expected: dict[str, Any] = {"model": model, "prompts": prompts_for(arch), "base": base.tolist(), "kinds": {}}
     for kind, pairs in kinds.items():
         right = value(pairs)
@@ -320,6 +307,20 @@ def make(
         effect = (right - base).abs().mean().item()
         say(f"{kind:14} {len(pairs):6} matrices  {effect:.2f} nats  {len(far)} faults")
     return kinds, expected
+
+
+def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> dict[str, Pairs]:
+    """Draw the pairs of each of KINDS that the model has, and put those of TOGETHER and of OWN_A together from them."""
+    kinds = {kind: pairs for kind in KINDS if (pairs := _sized(kind, arch, value, base, say))}
+    for kind, parts in TOGETHER.items():
+        if there := [part for part in parts if part in kinds]:
+            kinds[kind] = {name: pair for part in there for name, pair in kinds[part].items()}
+    if "mlp" in kinds:
+        kinds[OWN_A] = {
+            name: pair._replace(a=pair.a.roll(1, 1)) if name.endswith("up_proj") else pair
+            for name, pair in kinds["mlp"].items()
+        }
+    return kinds
 
 
 def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch: Architecture) -> None:
