@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from facts.architectures import Architecture, Module, modules, tensor_shapes
+from facts.architectures import Architecture, modules, tensor_shapes
 from facts.exits import InputError
 from hardware.quantisation import Packed, quantise
 from inputs.files import first_three, read_object, read_tensors
@@ -78,47 +78,35 @@ def own_experts(arch: Architecture, parallel: Parallel) -> range:
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
-    """Yield every weight of this rank in the order of the layers. Number and order are the same on every rank."""
+    """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
+    experts = own_experts(arch, parallel)
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
         adapters = {name.removesuffix(".lora"): adapter for name, adapter in attached(layer).items()}
-        held = _held(layer)
+        held: dict[str, Tensor | Packed] = {
+            f"{name.replace('.base', '')}.weight": module.packed
+            for name, module in layer.named_modules()
+            if isinstance(module, GroupedLinear) and module.quantisation != "none"
+        }
+        weights = ((name, x) for name, x in layer.named_parameters() if not name.endswith((".A", ".B")))
+        held |= {name.replace(".base.", "."): x for name, x in weights}
         for module in modules(arch, arch.moe_layers[i]):
             adapter = adapters.get(module.megatron.removesuffix(".weight"))
+            groups = arch.num_kv_heads // parallel.tensor if module.target == "linear_qkv" else 0
             for kind in ("weight", "bias")[: 1 + module.bias]:
                 stored = held.pop(module.megatron.replace(".weight", f".{kind}"))
                 names = tuple(f"model.layers.{i}.{block}.{kind}" for block in module.blocks)
-                if module.kind == "experts":
-                    yield from _of_experts(stored, names, module, adapter, own_experts(arch, parallel))
+                if module.kind != "experts":
+                    owner = adapter if kind == "weight" else None
+                    yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
                     continue
-                groups = arch.num_kv_heads // parallel.tensor if module.target == "linear_qkv" else 0
-                owner = adapter if kind == "weight" else None
-                yield WeightShard(stored, names, module.split, groups, adapter=owner, kind=module.kind)
+                for part in merged_parts(stored.shape):
+                    own = tuple(name.format(number) for number in experts[part] for name in names)
+                    yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
         assert not held, held.keys()
     yield WeightShard(model.decoder.final_layernorm.weight, ("model.norm.weight",))
     if not arch.tied_head:
         yield WeightShard(model.output_layer.weight, ("lm_head.weight",), 0)
-
-
-def _held(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
-    """Return the frozen weights of a layer by Megatron's names, without those of the adapters."""
-    held: dict[str, Tensor | Packed] = {}
-    for name, module in layer.named_modules():
-        if isinstance(module, GroupedLinear) and module.quantisation != "none":
-            held[f"{name.replace('.base', '')}.weight"] = module.packed
-    for name, weight in layer.named_parameters():
-        if not name.endswith((".A", ".B")):
-            held[name.replace(".base.", ".")] = weight
-    return held
-
-
-def _of_experts(
-    stored: Tensor | Packed, names: tuple[str, ...], module: Module, adapter: Adapter | None, experts: range
-) -> Iterator[WeightShard]:
-    """Yield a stack of this rank's ``experts`` in the parts that are merged at once."""
-    for part in merged_parts(stored.shape):
-        own = tuple(name.format(number) for number in experts[part] for name in names)
-        yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
 
 
 def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
