@@ -209,8 +209,9 @@ class Learner:
             with timer.phase(each.phase), each.adapters():
                 for micro in each.micro_batches:
                     setattr(micro, each.field, each.logp(micro))
+        compares = self.cfg.loss.kl != "none" and "reference_kl" not in self.cfg.checks.off
         trained = [update.micro_batches[0] for update in updates if update.trained]
-        if trained and self.cfg.loss.kl != "none" and self._compares_reference():
+        if trained and compares and self.reference_gap is None:  # once in a run
             with timer.phase("reference"):
                 self.reference_gap = self._reference_gap(trained[0])
 
@@ -234,10 +235,6 @@ class Learner:
         if cfg.loss.kl != "none":
             passes.append(Pass("reference", "ref_logp", every, self.policy.reference, self._logp))
         return passes
-
-    def _compares_reference(self) -> bool:
-        """Return whether the reference is still to be compared, which happens once in a run."""
-        return self.reference_gap is None and "reference_kl" not in self.cfg.checks.off
 
     @torch.no_grad()
     def _logp(self, micro: MicroBatch) -> Tensor:

@@ -123,8 +123,9 @@ def open_world(
         try:
             dist.init_process_group("gloo", timeout=limit, **where)
         except (RuntimeError, ValueError) as error:  # for example DistStoreError, or a wrong GLOO_SOCKET_IFNAME
-            first_line = str(error).splitlines()[0]  # then a C++ stack
-            raise InputError(f"torch.distributed: the ranks did not find each other: {first_line}") from None
+            raise InputError(  # the other lines are a C++ stack
+                f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"
+            ) from None
         # Before they decide which groups a rank makes.
         refuse_unequal({"the section parallel of the configuration": parallel.model_dump_json()})
         torch.manual_seed(train.seed)  # the method draws from generators of its own; this is for everything else

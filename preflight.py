@@ -64,7 +64,7 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
                 "ranks": other.ranks,
                 "script": started.get(other.ranks),
                 "overrides": overrides(other, verdict),
-                "peak_bytes": other.peak,
+                "peak_bytes": other.memory.peak,
                 "step_seconds": round(other.times.total, 3),
             }
             for other in others
@@ -122,7 +122,7 @@ def as_text(
     for other in others:
         script = f"  ({started[other.ranks]})" if other.ranks in started else ""
         typed = f"--ranks {other.ranks} {' '.join(overrides(other, verdict))}{script}"
-        lines.append(f"  {other.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s  {typed}")
+        lines.append(f"  {other.memory.peak / memory.GIB:6.1f} GiB {other.times.total:8.1f} s  {typed}")
     return "\n".join(lines)
 
 

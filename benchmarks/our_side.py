@@ -7,6 +7,7 @@ next step. The line `check FILE` asks for the log-probs and the loss of the comp
 sampled. The process ends when stdin is closed.
 """
 
+import functools
 import json
 import os
 import resource
@@ -126,17 +127,12 @@ def adapt(learner: Learner, folder: Path) -> None:
     export.write_adapter(folder, learner.cfg.model.path, policy.arch, pairs, lora.alpha, "stack")
 
 
-def stopping(answers: TextIO, adapter_dir: Path) -> Callable:
-    """The training, which stops before each step. This does not change what it computes."""
-    real = train_grpo.train
-
-    def train(run: Run, learner: Learner, *parts: Any) -> None:
-        adapt(learner, adapter_dir)
-        side = Side(run, learner, answers)
-        run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]
-        real(run, learner, *parts)
-
-    return train
+def train(real: Callable, answers: TextIO, adapter_dir: Path, run: Run, learner: Learner, *parts: Any) -> None:
+    """In place of ``real``, train_grpo.train: stop before each step. This does not change what it computes."""
+    adapt(learner, adapter_dir)
+    side = Side(run, learner, answers)
+    run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]
+    real(run, learner, *parts)
 
 
 def main(name: str, work: Path) -> None:
@@ -146,7 +142,7 @@ def main(name: str, work: Path) -> None:
     reward_gsm8k.score = lambda text, gold, method="strict": cases.reward(text)
     # Without stop tokens every completion has max_new_tokens tokens.
     data_gsm8k.stop_token_ids = lambda model_dir, tokenizer: set()
-    train_grpo.train = stopping(answers, work / f"adapter_{name}")
+    train_grpo.train = functools.partial(train, train_grpo.train, answers, work / f"adapter_{name}")
     train_grpo.launch(cases.config(cases.CASES[name], work))
 
 

@@ -85,12 +85,11 @@ def altered_evaluation(right: Any) -> Any:
             return super().__call__(step, probe)
 
         def clean(self) -> None:
-            if not hasattr(self, "next"):
-                super().clean()
-                return
-            again = self.next
-            self(*again)
-            self.next = again
+            """Push with the noise of the next step. Before the first step, no noise has been asked for."""
+            again = getattr(self, "next", None)
+            if again:
+                self(*again)
+                self.next = again
 
     return AlteredPush
 

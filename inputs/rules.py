@@ -59,7 +59,8 @@ def problems(
     found += [*_loss(cfg.loss), *_importance(cfg.loss, cfg.rollout), *_overlong(cfg.reward, cfg.rollout)]
     found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
-        found += layout_problems(cfg, arch, ranks)
+        found += trainer_problems(cfg, arch, ranks)
+        found += sampler_problems(cfg, arch, ranks)
     return found
 
 
@@ -243,11 +244,6 @@ def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None)
 
 
 # -------------------------------------------------------------------------------- the model, and the ranks that hold it
-
-
-def layout_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """The trainer_problems and the sampler_problems of ``ranks`` ranks."""
-    return [*trainer_problems(cfg, arch, ranks), *sampler_problems(cfg, arch, ranks)]
 
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:

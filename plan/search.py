@@ -22,7 +22,6 @@ from inputs.rules import (
     batch_sizes,
     divisors,
     engine_shards,
-    layout_problems,
     sampler_problems,
     trainer_problems,
 )
@@ -61,11 +60,6 @@ class Verdict:
         return self.timed()
 
     @property
-    def peak(self) -> int:
-        """Bytes of the fullest rank."""
-        return self.memory.peak
-
-    @property
     def ranks(self) -> int:
         return self.layout.ranks
 
@@ -75,7 +69,8 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
-        *layout_problems(cfg, arch, ranks),
+        *trainer_problems(cfg, arch, ranks),
+        *sampler_problems(cfg, arch, ranks),
     ]
 
 

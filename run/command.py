@@ -3,7 +3,6 @@
 import functools
 import traceback
 from collections.abc import Callable
-from types import CodeType
 
 import parallel_setup
 from facts.exits import InputError, Tripped
@@ -53,7 +52,8 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
             raise
         except Exception as error:
             if of_the_user(error):  # after the input was read, perhaps a library's own file: its traceback says so
-                cause = "" if read.__code__ in _passed(error) else traceback.format_exc()
+                passed = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+                cause = "" if read.__code__ in passed else traceback.format_exc()
                 report(f"{cause}error: {one_line(error)}")
                 return InputError.exit_code
             lost = lost_others(error)
@@ -62,11 +62,6 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
             return 1
 
     return called
-
-
-def _passed(error: BaseException) -> list[CodeType]:
-    """Return the functions through which ``error`` came."""
-    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def lost_others(error: BaseException) -> bool:

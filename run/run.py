@@ -40,11 +40,10 @@ class Run:
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
         """Open the folder of a new run, or of the checkpoint from which this one continues. Collective."""
-        self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
+        cfg, log, heartbeat = self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
         self.profiler: Any = None  # of the step that is profiled now
         self.peak: tuple[float, str] | tuple[()] = ()  # of device memory in any step, GiB and phase; () on a CPU
-        cfg, log, heartbeat = self.cfg, self.log, self.heartbeat
         with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
             parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
         self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # until restore

@@ -51,14 +51,13 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
     for number in ending:
         signal.signal(number, lambda number, frame: None)  # the system's own action would come before the thread's
     os.register_at_fork(after_in_child=lambda: _end_silently(ending))
-    speaks = os.environ.get("RANK", "0") == "0"  # samplers change RANK later
 
     def wait() -> None:
         number = 0
         while number not in SIGNALS:  # other signals with a handler are written, too
             number = os.read(receiving, 1)[0]
         try:
-            if speaks:
+            if os.environ.get("RANK", "0") == "0":
                 line = f"ended by {signal.Signals(number).name} {reached() or NOT_STARTED}"
                 os.write(2, f"\n{line}\n".encode())
                 note(line)
