@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from engines import vllm_adapter, vllm_ascend, vllm_inside
@@ -38,6 +39,7 @@ from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError, Tripped
 from knobs import LoraConfig
 from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
+from tasks.environment import Reply, Turn, Turns
 from weights import huggingface
 
 # -------------------------------------------------------------------------------------------------- what is refused
@@ -228,47 +230,135 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------- sampling
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        routed: bool,
+        turns: Turns | None,
     ) -> list[list[Completion]]:
-        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler."""
+        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
+
+        After a turn a row is asked again with its tokens so far, whose keys and values are in the prefix cache.
+        """
+        uniforms = None
+        if params.temperature:
+            uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1)
+        prompt_of = [i for i in range(len(prompts)) for _ in range(num_samples)]  # by row
+        rows = [Completion([], [], "") for _ in prompt_of]
+        running = list(range(len(rows)))
+        self._run([(prompts[prompt_of[row]], rows[row], row) for row in running], uniforms, params, routed, turns)
+        while turns and self._go_on(running := self._reply(running, rows, prompt_of, params, turns), turns):
+            asked = [(prompts[prompt_of[row]], rows[row], row) for row in running]
+            self._run(asked, uniforms, params, routed, turns)
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for i, row in zip(prompt_of, rows, strict=True):
+            completions[i].append(row)
+        if fault := fault_of_log_probs(completions, self.dtype):
+            raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
+        return completions
+
+    def _reply(
+        self, running: list[int], rows: list[Completion], prompt_of: list[int], params: SamplingParams, turns: Turns
+    ) -> list[int]:
+        """Those of the ``running`` rows that go on, with what the environment has given them.
+
+        The ranks of a replica must go on with the same tokens, so the first of them asks the environment.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        replica = get_tp_group()
+        if replica.rank_in_group == 0:
+            replies = self._replies([rows[row] for row in running], [prompt_of[row] for row in running], params, turns)
+            replica.broadcast_object(replies, 0)
+        else:
+            with turns.waiting():
+                replies = replica.broadcast_object(None, 0)
+        going = []
+        for row, (tokens, reason) in zip(running, replies, strict=True):
+            one = rows[row]
+            one.finish_reason = reason or "length"
+            one.tokens, one.logp = one.tokens + tokens, one.logp + [0.0] * len(tokens)
+            one.mask = one.mask + [False] * len(tokens)
+            if not reason and len(one.tokens) < params.max_new_tokens:
+                going.append(row)
+        return going
+
+    @staticmethod
+    def _replies(rows: list[Completion], prompts: list[int], params: SamplingParams, turns: Turns) -> list[Reply]:
+        """The environment's replies to rows of these ``prompts``; a row that ends without a turn's end is too long."""
+        replies = [Reply(reason="length")] * len(rows)
+        ended = [index for index, one in enumerate(rows) if one.tokens[-1] in turns.may_end]
+        asked = []
+        for index in ended:
+            one = rows[index]
+            asked.append(Turn(prompts[index], one.tokens, one.mask, params.max_new_tokens - len(one.tokens)))
+        for index, reply in zip(ended, turns.reply(asked), strict=True):
+            replies[index] = reply
+        return replies
+
+    def _go_on(self, running: list[int], turns: Turns) -> bool:
+        """Whether there is another call of vLLM: in lockstep, if any rank has rows that go on."""
+        if not self.lockstep:
+            return bool(running)
+        counts: list = [None] * dist.get_world_size()
+        with turns.waiting():
+            dist.all_gather_object(counts, len(running))
+        return any(counts)
+
+    def _run(
+        self,
+        asked: list[tuple[list[int], Completion, int]],
+        uniforms: Tensor | None,
+        params: SamplingParams,
+        routed: bool,
+        turns: Turns | None,
+    ) -> None:
+        """Let vLLM continue the completions. ``asked``: each one's prompt, itself, and its row of ``uniforms``."""
         import vllm
 
-        temperature = params.temperature
-        samples = [(i, j) for i in range(len(prompts)) for j in range(num_samples)]
-        uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
-        self.draws.set_table(uniforms)
+        if uniforms is None:
+            self.draws.set_table(None)
+        else:  # vLLM draws the first number of a row for the first token of a request
+            drawn = [F.pad(uniforms[row, (n := len(one.tokens)) :], (0, n)) for _, one, row in asked]
+            self.draws.set_table(torch.stack(drawn) if drawn else uniforms[:0])
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
         requests = [
             vllm.SamplingParams(
-                temperature=temperature,
-                seed=row,
-                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                seed=index,
+                max_tokens=params.max_new_tokens - len(one.tokens),
                 logprobs=0,
-                stop_token_ids=self.stop_tokens,
+                stop_token_ids=sorted(turns.may_end) if turns else self.stop_tokens,
                 ignore_eos=True,
                 detokenize=False,
                 flat_logprobs=True,
             )
-            for row in range(len(samples))
+            for index, (_, one, _) in enumerate(asked)
         ]
-        asked = [{"prompt_token_ids": prompts[i]} for i, _ in samples]
         adapter = self.adapter and self.adapter.request()
         answers = (
-            self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
+            self.llm.generate(
+                [{"prompt_token_ids": prompt + one.tokens} for prompt, one, _ in asked],
+                requests,
+                use_tqdm=False,
+                lora_request=adapter,
+            )
             if asked or self.lockstep  # in lockstep, ranks without prompts take part too
             else []
         )
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        for (i, _), answer in zip(samples, answers, strict=True):
+        for (prompt, row, _), answer in zip(asked, answers, strict=True):
             (one,) = answer.outputs
-            tokens, logp, routes = list(one.token_ids), list(one.logprobs.logprobs), None
+            tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
             assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
+            row.tokens, row.logp, row.mask = row.tokens + tokens, row.logp + logp, row.mask + [True] * len(tokens)
+            row.finish_reason = one.finish_reason
             if routed:
-                routes = self._routes(one.routed_experts, len(prompts[i]) + len(tokens) - 1)
-            completions[i].append(Completion(tokens, logp, one.finish_reason, routes))
-        if fault := fault_of_log_probs(completions, self.dtype):
-            raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
-        return completions
+                routes = self._routes(one.routed_experts, len(prompt) + len(row.tokens) - 1)
+                # Tokens that are computed again, as part of this call's prompt, keep the experts of the first time.
+                before = row.routed_experts
+                row.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         self.llm.reset_prefix_cache()  # cached layers would not be computed

@@ -373,14 +373,14 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
     """As the killer of processes of a system without memory does it."""
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
-    killed = {worker.process.pid for worker in scorer.workers}
-    for worker in scorer.workers:
+    killed = {worker.process.pid for worker in scorer.pool.workers}
+    for worker in scorer.pool.workers:
         worker.process.kill()
         worker.process.wait()
     calls = [Call(text, "", ROW) for text in ("a", "bc", "def")]
     assert [one.reward for one in scorer(calls)] == [97 % 7 / 7, (98 + 99) % 7 / 7, (100 + 101 + 102) % 7 / 7]
     assert len(scorer(calls * 8)) == 24  # every process is asked
-    assert not killed & {worker.process.pid for worker in scorer.workers}
+    assert not killed & {worker.process.pid for worker in scorer.pool.workers}
     scorer.close()
 
 
@@ -389,7 +389,7 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
-    assert len(scorer.workers) == count
+    assert len(scorer.pool.workers) == count
     scorer.close()
 
 
@@ -417,7 +417,7 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
         asked.extend(call.row["question"] for call in calls)
         return [Score(1.0, True, True)] * len(calls)
 
-    scorer.workers, scorer.name = True, "a slow reward"
+    scorer.in_processes, scorer.name = True, "a slow reward"
     cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
     input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]
