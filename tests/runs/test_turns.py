@@ -1,10 +1,17 @@
 """Runs whose completions have turns of an environment: the same in every layout, and after a resume."""
 
 import json
+import signal
 from pathlib import Path
 
+import agents
+import apart
 import pytest
 import training
+
+from facts.exits import InputError
+from inputs.config import to_yaml
+from tasks.environment import Environment
 
 OWN = Path(__file__).parents[1] / "support" / "own.py"
 TURNS = {
@@ -57,6 +64,55 @@ def test_the_environments_tokens_are_counted_apart(runs) -> None:
     rows = [json.loads(line) for line in (runs["plain TP1"] / "completions.jsonl").read_text().splitlines()]
     assert any("environment_tokens" in row and "==" in row["completion"] for row in rows)
     assert not any(key.startswith("environment/") for row in training.metrics(runs["none TP1"]) for key in row)
+
+
+def test_an_environment_that_never_answers_changes_no_byte(model, tmp_path) -> None:
+    """Also where it is asked after every token of a text, and after two steps, in metrics, evaluations and tensors."""
+    changes = {"train__steps": 2, "train__checkpoint_every": 1, "eval__every": 1, "replay__mode": "r3"}
+    changes |= {"rollout__max_new_tokens": 24, "train__completions_logged": 4}
+    silent = {"rollout__environment": f"{OWN}:silent", "rollout__stop": ("e", "t", "a", "1")}
+    runs = training.run_all(
+        {
+            "with": ("EP2", training.config(model, tmp_path / "with", **changes | silent)),
+            "without": ("EP2", training.config(model, tmp_path / "without", **changes)),
+        }
+    )
+    training.assert_same_bytes(runs["with"], runs["without"])
+    for name in ("adapter", "optimizer"):
+        found, expected = (training.checkpoint_of(run, 2) / f"{name}.safetensors" for run in runs.values())
+        assert found.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.ci
+def test_killed_in_a_later_turn_and_started_again_a_run_has_the_bytes_of_one_that_was_not(model, tmp_path) -> None:
+    """Under torchrun: rank 1 is killed in the second rollout, in which the environment has answered before."""
+    changes = TURNS | {"train__checkpoint_every": 1, "train__steps": 3, "eval__every": 2}
+    whole, cfg = (
+        training.in_layout(training.config(model, tmp_path / name, **changes), "EP2") for name in ("whole", "killed")
+    )
+    training.in_world("EP2", training.train_each, [("EP2", whole)], False)
+    path = tmp_path / "killed.yaml"
+    path.write_text(to_yaml(cfg))
+    fault = apart.strike("lose", 1, (Environment, "reply", 40))
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "killed.log", plant=fault).end()
+    assert code == -signal.SIGKILL, text
+    left = [folder.name for folder in training.only_run(cfg).glob("checkpoints/*")]
+    assert left == ["step-000001"]
+    code, text = agents.start(2, "train_grpo.py", path, log=tmp_path / "last.log").end()
+    assert code == 0 and "after 1 of 3 steps" in text, text
+    training.assert_same_bytes(training.only_run(cfg), training.only_run(whole))
+
+
+def test_a_changed_file_of_the_environment_is_refused_at_a_resume(model, tmp_path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text("def say(turns, row):\n    return None\n")
+    changes = {"rollout__environment": f"{file}:say", "train__steps": 1, "train__checkpoint_every": 1}
+    cfg = training.config(model, tmp_path / "out", **changes)
+    training.in_world("TP1", training.train_each, [("TP1", cfg)])
+    file.write_text("def say(turns, row):\n    return ''\n")
+    longer = cfg.changed(train={"steps": 2, "resume": str(training.only_run(cfg))})
+    ((kind, message),) = training.raised(lambda patch: None, longer)
+    assert kind is InputError and str(file) in message and "now sha256" in message, message
 
 
 def test_a_run_with_turns_goes_on_with_the_bytes_of_a_longer_run(model, tmp_path) -> None:
