@@ -11,7 +11,7 @@ import data_gsm8k
 from data_gsm8k import Question
 from facts.exits import InputError
 from knobs import DataConfig, RewardConfig, RolloutConfig
-from run import check
+from run import input_check
 from tasks.environment import Environment, Reply, Turn
 from tasks.scoring import Call, Scorer
 from weights import tiny_model
@@ -216,10 +216,10 @@ def test_the_file_and_the_tokens_of_an_environment_are_checked_at_the_start(open
     questions = [ROW._replace(answer="<<2+2=4>>4") for _ in range(3)]
     arch = SimpleNamespace(vocab_size=len(tokenizer))
     environment = opened([None] * 24, stop=("=", ">>"))
-    check.check_environment(environment, questions, arch)
+    input_check.check_environment(environment, questions, arch)
     first = [(["<<2+2="], {"x": 1}), (["<<2+2=4>>"], {"x": 1}), (["<<2+2=4>>4<|im_end|>"], {"x": 1})]
     assert environment.pool.asked == first * 3 + first[::-1] * 3
-    by_chance = refused(check.check_environment, opened([str(n) for n in range(24)]), questions, arch)
+    by_chance = refused(input_check.check_environment, opened([str(n) for n in range(24)]), questions, arch)
     assert by_chance.startswith("rollout.environment: env.py:say answers a turn differently in two calls; needed:")
     small = SimpleNamespace(vocab_size=len(tokenizer) - 1)
-    assert "tokens, the model" in refused(check.check_environment, opened([None] * 24), questions, small)
+    assert "tokens, the model" in refused(input_check.check_environment, opened([None] * 24), questions, small)
