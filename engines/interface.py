@@ -40,6 +40,12 @@ class Completion:
     def __post_init__(self) -> None:
         self.mask = self.mask or [True] * len(self.tokens)
 
+    def append(self, tokens: list[int], logp: list[float], *, own: bool) -> None:
+        """Append ``tokens``, which the policy sampled if they are its ``own``."""
+        self.tokens = self.tokens + tokens
+        self.logp = self.logp + logp
+        self.mask = self.mask + [own] * len(tokens)
+
 
 class SamplingParams(NamedTuple):
     """How completions are sampled. Temperature 0 is greedy."""

@@ -14,11 +14,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from engines import vllm_adapter, vllm_ascend, vllm_inside
@@ -65,6 +65,41 @@ def check_installed(device_type: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
+
+
+class Row(NamedTuple):
+    """One sample of a call."""
+
+    number: int  # its row of the random numbers
+    index: int  # of its prompt
+    prompt: list[int]
+    answer: Completion  # so far
+
+
+def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
+    """Return the random numbers of ``rows``, from that of the next token on.  (R, N)
+
+    vLLM draws the first number of a row for the first token of a request.
+    """
+    table = torch.zeros(len(rows), uniforms.shape[1], dtype=uniforms.dtype)
+    for place, row in enumerate(rows):
+        left = uniforms[row.number, len(row.answer.tokens) :]
+        table[place, : len(left)] = left
+    return table
+
+
+def _replies(rows: list[Row], params: SamplingParams, turns: Turns) -> list[Reply]:
+    """Ask the environment about the rows that may have ended a turn. The others are as long as they may be."""
+    replies = [Reply(reason="length")] * len(rows)
+    asked = []
+    for place, row in enumerate(rows):
+        answer = row.answer
+        if answer.tokens[-1] in turns.may_end:
+            left = params.max_new_tokens - len(answer.tokens)
+            asked.append((place, Turn(row.index, answer.tokens, answer.mask, left)))
+    for (place, _), reply in zip(asked, turns.reply([turn for _, turn in asked]), strict=True):
+        replies[place] = reply
+    return replies
 
 
 class VllmEngine(Engine):
@@ -240,29 +275,70 @@ class VllmEngine(Engine):
     ) -> list[list[Completion]]:
         """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
 
-        After a turn a row is asked again with its tokens so far, whose keys and values are in the prefix cache.
+        After a turn vLLM is asked again with a row's tokens so far, whose keys and values are in the prefix cache.
         """
         uniforms = None
         if params.temperature:
             uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1)
         prompt_of = [i for i in range(len(prompts)) for _ in range(num_samples)]  # by row
-        rows = [Completion([], [], "") for _ in prompt_of]
-        running = list(range(len(rows)))
-        self._run([(prompts[prompt_of[row]], rows[row], row) for row in running], uniforms, params, routed, turns)
-        while turns and self._go_on(running := self._reply(running, rows, prompt_of, params, turns), turns):
-            asked = [(prompts[prompt_of[row]], rows[row], row) for row in running]
-            self._run(asked, uniforms, params, routed, turns)
+        rows = [Row(number, i, prompts[i], Completion([], [], "")) for number, i in enumerate(prompt_of)]
+        self._run(rows, uniforms, params, routed, turns)
+        going = rows
+        while turns and self._go_on(going := self._replied(going, params, turns), turns):
+            self._run(going, uniforms, params, routed, turns)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for i, row in zip(prompt_of, rows, strict=True):
-            completions[i].append(row)
+        for row in rows:
+            completions[row.index].append(row.answer)
         if fault := fault_of_log_probs(completions, self.dtype):
             raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
         return completions
 
-    def _reply(
-        self, running: list[int], rows: list[Completion], prompt_of: list[int], params: SamplingParams, turns: Turns
-    ) -> list[int]:
-        """Those of the ``running`` rows that go on, with what the environment has given them.
+    def _run(
+        self, rows: list[Row], uniforms: Tensor | None, params: SamplingParams, routed: bool, turns: Turns | None
+    ) -> None:
+        """Let vLLM continue the answers of ``rows`` to the end of a turn.  uniforms: (R, N), of all rows of the call"""
+        import vllm
+
+        self.draws.set_table(None if uniforms is None else _table(rows, uniforms))
+        # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
+        requests = [
+            vllm.SamplingParams(
+                temperature=params.temperature,
+                seed=place,
+                max_tokens=params.max_new_tokens - len(row.answer.tokens),
+                logprobs=0,
+                stop_token_ids=sorted(turns.may_end) if turns else self.stop_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                flat_logprobs=True,
+            )
+            for place, row in enumerate(rows)
+        ]
+        asked = [{"prompt_token_ids": row.prompt + row.answer.tokens} for row in rows]
+        adapter = self.adapter and self.adapter.request()
+        answers = (
+            self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
+            if asked or self.lockstep  # in lockstep, ranks without prompts take part too
+            else []
+        )
+        for row, answer in zip(rows, answers, strict=True):
+            self._continue(row, answer, routed)
+
+    def _continue(self, row: Row, answer: Any, routed: bool) -> None:
+        """Append a RequestOutput of vLLM to the answer of ``row``, with its routes if they are ``routed``."""
+        (one,), answered = answer.outputs, row.answer
+        tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
+        assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
+        answered.append(tokens, logp, own=True)
+        answered.finish_reason = one.finish_reason
+        if routed:
+            routes = self._routes(one.routed_experts, len(row.prompt) + len(answered.tokens) - 1)
+            # Tokens that vLLM computes again, as part of the request, keep the experts of the first time.
+            before = answered.routed_experts
+            answered.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
+
+    def _replied(self, rows: list[Row], params: SamplingParams, turns: Turns) -> list[Row]:
+        """Give ``rows`` what the environment replies, and return those that go on.
 
         The ranks of a replica must go on with the same tokens, so the first of them asks the environment.
         """
@@ -270,95 +346,26 @@ class VllmEngine(Engine):
 
         replica = get_tp_group()
         if replica.rank_in_group == 0:
-            replies = self._replies([rows[row] for row in running], [prompt_of[row] for row in running], params, turns)
-            replica.broadcast_object(replies, 0)
+            replies = replica.broadcast_object(_replies(rows, params, turns), 0)
         else:
             with turns.waiting():
                 replies = replica.broadcast_object(None, 0)
         going = []
-        for row, (tokens, reason) in zip(running, replies, strict=True):
-            one = rows[row]
-            one.finish_reason = reason or "length"
-            one.tokens, one.logp = one.tokens + tokens, one.logp + [0.0] * len(tokens)
-            one.mask = one.mask + [False] * len(tokens)
-            if not reason and len(one.tokens) < params.max_new_tokens:
+        for row, (tokens, reason) in zip(rows, replies, strict=True):
+            row.answer.append(tokens, [0.0] * len(tokens), own=False)
+            row.answer.finish_reason = reason or "length"
+            if not reason and len(row.answer.tokens) < params.max_new_tokens:
                 going.append(row)
         return going
 
-    @staticmethod
-    def _replies(rows: list[Completion], prompts: list[int], params: SamplingParams, turns: Turns) -> list[Reply]:
-        """The environment's replies to rows of these ``prompts``; a row that ends without a turn's end is too long."""
-        replies = [Reply(reason="length")] * len(rows)
-        ended = [index for index, one in enumerate(rows) if one.tokens[-1] in turns.may_end]
-        asked = []
-        for index in ended:
-            one = rows[index]
-            asked.append(Turn(prompts[index], one.tokens, one.mask, params.max_new_tokens - len(one.tokens)))
-        for index, reply in zip(ended, turns.reply(asked), strict=True):
-            replies[index] = reply
-        return replies
-
-    def _go_on(self, running: list[int], turns: Turns) -> bool:
-        """Whether there is another call of vLLM: in lockstep, if any rank has rows that go on."""
+    def _go_on(self, going: list[Row], turns: Turns) -> bool:
+        """Return whether vLLM is asked again: in lockstep, if any rank has rows that go on."""
         if not self.lockstep:
-            return bool(running)
+            return bool(going)
         counts: list = [None] * dist.get_world_size()
         with turns.waiting():
-            dist.all_gather_object(counts, len(running))
+            dist.all_gather_object(counts, len(going))
         return any(counts)
-
-    def _run(
-        self,
-        asked: list[tuple[list[int], Completion, int]],
-        uniforms: Tensor | None,
-        params: SamplingParams,
-        routed: bool,
-        turns: Turns | None,
-    ) -> None:
-        """Let vLLM continue the completions. ``asked``: each one's prompt, itself, and its row of ``uniforms``."""
-        import vllm
-
-        if uniforms is None:
-            self.draws.set_table(None)
-        else:  # vLLM draws the first number of a row for the first token of a request
-            drawn = [F.pad(uniforms[row, (n := len(one.tokens)) :], (0, n)) for _, one, row in asked]
-            self.draws.set_table(torch.stack(drawn) if drawn else uniforms[:0])
-        # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
-        requests = [
-            vllm.SamplingParams(
-                temperature=params.temperature,
-                seed=index,
-                max_tokens=params.max_new_tokens - len(one.tokens),
-                logprobs=0,
-                stop_token_ids=sorted(turns.may_end) if turns else self.stop_tokens,
-                ignore_eos=True,
-                detokenize=False,
-                flat_logprobs=True,
-            )
-            for index, (_, one, _) in enumerate(asked)
-        ]
-        adapter = self.adapter and self.adapter.request()
-        answers = (
-            self.llm.generate(
-                [{"prompt_token_ids": prompt + one.tokens} for prompt, one, _ in asked],
-                requests,
-                use_tqdm=False,
-                lora_request=adapter,
-            )
-            if asked or self.lockstep  # in lockstep, ranks without prompts take part too
-            else []
-        )
-        for (prompt, row, _), answer in zip(asked, answers, strict=True):
-            (one,) = answer.outputs
-            tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
-            assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
-            row.tokens, row.logp, row.mask = row.tokens + tokens, row.logp + logp, row.mask + [True] * len(tokens)
-            row.finish_reason = one.finish_reason
-            if routed:
-                routes = self._routes(one.routed_experts, len(prompt) + len(row.tokens) - 1)
-                # Tokens that are computed again, as part of this call's prompt, keep the experts of the first time.
-                before = row.routed_experts
-                row.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         self.llm.reset_prefix_cache()  # cached layers would not be computed

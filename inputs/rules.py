@@ -81,7 +81,8 @@ def _no_warm_start(tiny: TinyModelConfig | None) -> bool:
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: _no_warm_start(c.tiny_model), "tiny_model.warm_start_steps is 0",
-     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_calls tiny_model.teacher_wrong_operation"),
+     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_calls "
+     "tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
     (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
