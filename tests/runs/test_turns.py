@@ -87,6 +87,7 @@ def test_an_environment_that_never_answers_changes_no_byte(model, tmp_path) -> N
 def test_killed_in_a_later_turn_and_started_again_a_run_has_the_bytes_of_one_that_was_not(model, tmp_path) -> None:
     """Under torchrun: rank 1 is killed in the second rollout, in which the environment has answered before."""
     changes = TURNS | {"train__checkpoint_every": 1, "train__steps": 3, "eval__every": 2}
+    changes |= {"reward__function": f"{OWN}:reward", "reward__check_gold": False}
     whole, cfg = (
         training.in_layout(training.config(model, tmp_path / name, **changes), "EP2") for name in ("whole", "killed")
     )

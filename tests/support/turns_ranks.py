@@ -1,10 +1,10 @@
 """Turns on two ranks of vLLM: one replica whose environment differs between its ranks, and two that sample in lockstep.
 
-torchrun calls it; each rank writes its samples to a JSON file.
+Each rank writes its samples, and how often its environment was asked, to a JSON file.
 """
 
 import json
-import sys
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from inputs import hf_config
 from tasks.environment import Reply, Turn, Turns
 
 STOPS = frozenset(range(0, 128, 8))
+SHARED = [[5, 3, 99], [7]]  # prompts of the replica
 SETTINGS = dict(num_samples=3, max_new_tokens=30, temperature=1.0)
 
 
@@ -42,7 +43,7 @@ def main(out_dir: str, dense: str, model_dir: str) -> None:
     arch, tensors = hf_config.read(model_dir), load_file(Path(model_dir) / "model.safetensors")
     engine = VllmEngine(arch, model_dir, stop_tokens=set(STOPS), max_tokens=96, kv_cache_mib=4, tensor=2)
     engine.load_weights(tensors.items())
-    results["one replica"] = sampled(engine, [[5, 3, 99], [7]], 50 + rank, 3)  # what rank 1 would say is not used
+    results["one replica"] = sampled(engine, SHARED, 50 + rank, 3)  # what rank 1 would say is not used
     engine.close()
 
     arch, tensors = hf_config.read(dense), load_file(Path(dense) / "model.safetensors")
@@ -55,11 +56,4 @@ def main(out_dir: str, dense: str, model_dir: str) -> None:
             engine.close()
     Path(out_dir, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
-    print(f"rank {rank} done", flush=True)
-    import os
-
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

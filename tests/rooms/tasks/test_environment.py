@@ -5,12 +5,18 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from refused import refusal
 from transformers import PreTrainedTokenizerFast
 
 import data_gsm8k
 from data_gsm8k import Question
+from facts.devices import HARDWARE
 from facts.exits import InputError
+from inputs import functions, hf_config
+from inputs.config import load_config
 from knobs import DataConfig, RewardConfig, RolloutConfig
+from plan import search
+from plan.search import Setting
 from run import input_check
 from tasks.environment import Environment, Reply, Turn
 from tasks.scoring import Call, Scorer
@@ -223,3 +229,75 @@ def test_the_file_and_the_tokens_of_an_environment_are_checked_at_the_start(open
     assert by_chance.startswith("rollout.environment: env.py:say answers a turn differently in two calls; needed:")
     small = SimpleNamespace(vocab_size=len(tokenizer) - 1)
     assert "tokens, the model" in refused(input_check.check_environment, opened([None] * 24), questions, small)
+
+
+# ------------------------------------------------------------------------------------------------ refused, and examples
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward.method=verl_flexible"], "reward.method: verl_flexible takes the last number, which with rollout.env"),
+        (["reward.overlong={buffer: 4, penalty: 1}"], "reward.overlong: it would count the environment's tokens"),
+        (["rollout.stop=[é]"], "rollout.stop[0]: found 'é'"),
+        (["rollout.max_turns=60"], "rollout.environment_seconds: 10 x rollout.max_turns 60 = 600 s, while other ranks"),
+        (
+            ["rollout.environment=null", "rollout.max_turns=3"],
+            "rollout.max_turns: not read, rollout.environment is not",
+        ),
+    ],
+)
+def test_a_configuration_with_an_environment_is_refused_in_one_line(overrides: list[str], said: str) -> None:
+    message = refusal("configs/tools_cpu.yaml", *overrides)
+    assert said in message, message
+    load_config("configs/tools_cpu.yaml", ["rollout.max_turns=59"])
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        ("so <<48/2=", "24>>"),
+        ("<<48/2=24>> and <<1/3=", "0.3333333333>>"),
+        ("48 / 2 =", ""),
+        ("<<9**9=", ""),
+        ("<<1/0=", ""),
+        ("<<(1=", ""),
+        ("<<__import__('os')=", ""),
+        ("#### 24<|im_end|>", None),
+    ],
+)
+def test_the_calculator_answers_gsm8ks_annotations(turn: str, answer: str | None) -> None:
+    calculator = functions.load("x", "examples/environment_calculator.py:calculator", "turns", "row")
+    assert calculator(["<<1+1=", "2>>", turn], {}) == answer
+
+
+def test_the_tool_answers_every_call_of_a_turn() -> None:
+    tool = functions.load("x", "examples/environment_tool.py:tool", "turns", "row")
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
+    assert tool([f"{call % '6*7'}\n{call % '1/4'}<|im_end|>"], {}) == "42\n0.25"
+    assert tool([call % "9**9"], {}).startswith("error: needed: digits")
+    assert tool([call % "1/0"], {}) == "error: division by zero"
+    assert tool(["<tool_call>{}</tool_call>"], {}) == "error: 'arguments'"
+    assert tool(["#### 42<|im_end|>"], {}) is None
+
+
+def test_the_plan_waits_for_every_turn_and_computes_rows_again_that_left_the_prefix_cache() -> None:
+    """Of 768 rows of 512 + 768 tokens in the mean: 2 x 3.04e9 operations a token, without the head 2 x 2.73e9."""
+    environment = ["rollout.environment=examples/environment_tool.py:tool", "rollout.max_turns=5"]
+
+    def planned(*overrides: str, turn_seconds: float = 2.0) -> dict[str, float]:
+        cfg = load_config("configs/qwen3.yaml", list(overrides))
+        arch, _ = hf_config.planned(cfg.model.path, None, cfg.row_tokens)
+        setting = Setting(arch, "npu", HARDWARE["npu"], 16, 512, 1536, turn_seconds)
+        return search.judge(cfg, 16, setting).times.phases
+
+    without, with_it = planned(), planned(*environment)
+    assert with_it.pop("environment") == 10.0 and with_it == without
+    assert planned(*environment, turn_seconds=0.5)["environment"] == 2.5
+    small = ["rollout.kv_cache_mib=4000"]  # several waves
+    again = planned(*environment, *small)["prefill"] - planned(*small)["prefill"]
+    tokens = 4 * 768 * (512 + 768)
+    attention = 4 * 768 * (1280**2 / 2) * 4 * 48 * 32 * 128
+    flops = 2 * (3.04e9 - 151_936 * 2048) * tokens + attention
+    device = HARDWARE["npu"]
+    assert again == pytest.approx(flops / (16 * device.flops * device.training_share), rel=0.02)
