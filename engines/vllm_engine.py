@@ -71,7 +71,7 @@ class Row(NamedTuple):
     """One sample of a call."""
 
     number: int  # its row of the random numbers
-    index: int  # of its prompt
+    place: int  # of its prompt in the call
     prompt: list[int]
     answer: Completion  # so far
 
@@ -82,9 +82,9 @@ def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
     vLLM draws the first number of a row for the first token of a request.
     """
     table = torch.zeros(len(rows), uniforms.shape[1], dtype=uniforms.dtype)
-    for place, row in enumerate(rows):
+    for at, row in enumerate(rows):
         left = uniforms[row.number, len(row.answer.tokens) :]
-        table[place, : len(left)] = left
+        table[at, : len(left)] = left
     return table
 
 
@@ -92,13 +92,13 @@ def _replies(rows: list[Row], params: SamplingParams, turns: Turns) -> list[Repl
     """Ask the environment about the rows that may have ended a turn. The others are as long as they may be."""
     replies = [Reply(reason="length")] * len(rows)
     asked = []
-    for place, row in enumerate(rows):
+    for at, row in enumerate(rows):
         answer = row.answer
         if answer.tokens[-1] in turns.may_end:
             left = params.max_new_tokens - len(answer.tokens)
-            asked.append((place, Turn(row.index, answer.tokens, answer.mask, left)))
-    for (place, _), reply in zip(asked, turns.reply([turn for _, turn in asked]), strict=True):
-        replies[place] = reply
+            asked.append((at, Turn(row.place, answer.tokens, answer.mask, left)))
+    for (at, _), reply in zip(asked, turns.reply([turn for _, turn in asked]), strict=True):
+        replies[at] = reply
     return replies
 
 
@@ -288,7 +288,7 @@ class VllmEngine(Engine):
             self._run(going, uniforms, params, routed, turns)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for row in rows:
-            completions[row.index].append(row.answer)
+            completions[row.place].append(row.answer)
         if fault := fault_of_log_probs(completions, self.dtype):
             raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
         return completions
@@ -304,7 +304,7 @@ class VllmEngine(Engine):
         requests = [
             vllm.SamplingParams(
                 temperature=params.temperature,
-                seed=place,
+                seed=at,
                 max_tokens=params.max_new_tokens - len(row.answer.tokens),
                 logprobs=0,
                 stop_token_ids=sorted(turns.may_end) if turns else self.stop_tokens,
@@ -312,7 +312,7 @@ class VllmEngine(Engine):
                 detokenize=False,
                 flat_logprobs=True,
             )
-            for place, row in enumerate(rows)
+            for at, row in enumerate(rows)
         ]
         asked = [{"prompt_token_ids": row.prompt + row.answer.tokens} for row in rows]
         adapter = self.adapter and self.adapter.request()
