@@ -136,6 +136,16 @@ def test_a_text_of_stop_ends_a_turn_in_which_the_answer_follows(opened, tokenize
     assert answered(environment, [*more, END], own([*more, END]), 99).tokens[0] == ids(tokenizer, "\n")[0]
 
 
+def test_the_function_gets_the_row_of_the_question_and_is_asked_about_all_turns_at_once(opened, tokenizer) -> None:
+    environment = opened(["12", "34"], stop=("==",))
+    questions = [ROW._replace(columns={"x": n}) for n in range(3)]
+    spoken = [ids(tokenizer, text) for text in ("a ==", "b", "c ==")]
+    turns = [Turn(prompt, tokens, own(tokens), 99) for prompt, tokens in zip((2, 1, 0), spoken, strict=True)]
+    first, second, third = environment.turns(questions).reply(turns)
+    assert environment.pool.asked == [(["a =="], {"x": 2}), (["c =="], {"x": 0})]
+    assert (first, second, third) == (Reply(ids(tokenizer, "12")), Reply(), Reply(ids(tokenizer, "34")))
+
+
 def test_every_token_that_can_complete_a_stop_is_asked_about(opened, tokenizer) -> None:
     """All ways to cut a text into tokens of the vocabulary: the one that completes the stop is among them."""
     environment = opened([], stop=("==", "</search>"))
