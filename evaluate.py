@@ -197,7 +197,7 @@ def measure(cfg: Config) -> dict:
             cfg.eval,
             cfg.rollout,
             parallel,
-            environment=data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer.pool),
+            environment=data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer),
         )
         engine.close()
     scorer.close()

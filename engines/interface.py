@@ -18,13 +18,6 @@ from facts.architectures import Architecture
 from facts.exits import InputError
 from tasks.environment import Turns
 
-REASONS = {  # of the end of a completion
-    "stop": "an end token",
-    "length": "max_new_tokens",
-    "turns": "rollout.max_turns",
-    "environment": "rollout.environment, which ended it after a turn without an end token",
-}
-
 
 @dataclass
 class Completion:
@@ -32,7 +25,9 @@ class Completion:
 
     tokens: list[int]  # the stop token included when there is one
     logp: list[float]  # float32, one a token: log-probability under the temperature-scaled distribution
-    finish_reason: str  # one of REASONS
+    # stop: by an end token | length: cut off at max_new_tokens | turns: cut off at rollout.max_turns | environment: it
+    # ended the completion after a text of rollout.stop
+    finish_reason: str
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
     # Whether the policy sampled a token. False: the environment gave it, and its logp is 0. Default: it sampled all.
     mask: list[bool] = field(default_factory=list)

@@ -88,20 +88,6 @@ def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
     return table
 
 
-def _replies(rows: list[Row], params: SamplingParams, turns: Turns) -> list[Reply]:
-    """Ask the environment about the rows that may have ended a turn. The others are as long as they may be."""
-    replies = [Reply(reason="length")] * len(rows)
-    asked = []
-    for at, row in enumerate(rows):
-        answer = row.answer
-        if answer.tokens[-1] in turns.may_end:
-            left = params.max_new_tokens - len(answer.tokens)
-            asked.append((at, Turn(row.place, answer.tokens, answer.mask, left)))
-    for (at, _), reply in zip(asked, turns.reply([turn for _, turn in asked]), strict=True):
-        replies[at] = reply
-    return replies
-
-
 class VllmEngine(Engine):
     """The engine in vLLM. See engines.interface.Engine for its calls; all ranks of a replica make the same calls.
 
@@ -344,19 +330,20 @@ class VllmEngine(Engine):
         """
         from vllm.distributed.parallel_state import get_tp_group
 
-        replica = get_tp_group()
+        replica, replies, asked = get_tp_group(), None, []
+        ended = [row for row in rows if row.answer.tokens[-1] in turns.may_end]
+        for row in ended:
+            left = params.max_new_tokens - len(row.answer.tokens)
+            asked.append(Turn(row.place, row.answer.tokens, row.answer.mask, left))
         if replica.rank_in_group == 0:
-            replies = replica.broadcast_object(_replies(rows, params, turns), 0)
-        else:
-            with turns.waiting():
-                replies = replica.broadcast_object(None, 0)
-        going = []
-        for row, (tokens, reason) in zip(rows, replies, strict=True):
+            replies = turns.reply(asked)
+        with turns.waiting():
+            replies = replica.broadcast_object(replies, 0)
+        for row, (tokens, reason) in zip(ended, replies, strict=True):
             row.answer.append(tokens, [0.0] * len(tokens), own=False)
-            row.answer.finish_reason = reason or "length"
-            if not reason and len(row.answer.tokens) < params.max_new_tokens:
-                going.append(row)
-        return going
+            is_full = len(row.answer.tokens) == params.max_new_tokens
+            row.answer.finish_reason = reason or ("length" if is_full else "")
+        return [row for row in ended if not row.answer.finish_reason]
 
     def _go_on(self, going: list[Row], turns: Turns) -> bool:
         """Return whether vLLM is asked again: in lockstep, if any rank has rows that go on."""

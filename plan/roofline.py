@@ -17,7 +17,7 @@ from typing import NamedTuple
 from facts.architectures import Architecture, Module, over_layers
 from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from facts.limits import ELEMENT_BYTES
-from knobs import Config, LoraConfig, Merging, OptimConfig, RolloutConfig
+from knobs import Config, LoraConfig, Merging, OptimConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
@@ -320,19 +320,11 @@ def step_times(
     ranges = {name: spread(sum(seconds.values())) for name, seconds in decoding.items()}
     steps = sum(steps for steps, _ in parts)
     if rollout.environment:
-        so_far = equal_rows(sequences * sum(rounds), prompt + completion / 2, 0)
-        again = sum(forward_flops(arch, so_far).values()) * _asked_again(rollout, waves)
-        causes["prefill"]["arithmetic"] += again / rate
+        so_far = forward_flops(arch, equal_rows(sequences * sum(rounds), prompt + completion / 2, 0))
+        again = rollout.max_turns - 1 if rollout.kind.refills and waves > 1 else 0  # rows that left vLLM's prefix cache
+        causes["prefill"]["arithmetic"] += again * sum(so_far.values()) / rate
         causes["environment"] = {"answers": rollout.max_turns * len(rounds) * turn_seconds}
     return Times(causes, steps, ranges, waves, micro_batches)
-
-
-def _asked_again(rollout: RolloutConfig, waves: int) -> int:
-    """How often an engine computes a row again because of the environment's turns.
-
-    The embedded sampler keeps its rows. vLLM finds them in its prefix cache, unless a later wave has taken their place.
-    """
-    return rollout.max_turns - 1 if rollout.kind.refills and waves > 1 else 0
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:

@@ -132,7 +132,7 @@ def read_inputs(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    environment = data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer.pool, waiting)
+    environment = data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer, waiting)
     if environment:
         check_environment(environment, [questions[i] for i in range(min(ASKED_TWICE, len(questions)))], arch)
     return Inputs(arch, tokenizer, stop_tokens, questions, held_out, scorer, environment)
@@ -186,13 +186,12 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
             f"rollout.environment: the tokenizer has {size} tokens, the model {arch.vocab_size}; needed: a tokenizer "
             "that gives no other tokens than the model has"
         )
-    calls = []
+    ends, calls = list(environment.stops), []
+    if environment.template.end is not None:
+        ends.append(environment.tokenizer.decode([environment.template.end]))
     for one in questions:
-        for stop in environment.stops:
-            before, found, _ = one.answer.partition(stop)
-            calls.append(([before + (found or stop)], one.columns))
-        if environment.template.end is not None:
-            calls.append(([one.answer + environment.tokenizer.decode([environment.template.end])], one.columns))
+        for end in ends:
+            calls.append(([one.answer.partition(end)[0] + end], one.columns))
     if environment.answers(calls) != environment.answers(calls[::-1])[::-1]:
         raise InputError(
             f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; needed: "

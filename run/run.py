@@ -125,7 +125,7 @@ class Run:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
         if self.inputs.environment:
-            self.inputs.environment.take_seconds()  # those of an evaluation
+            self.inputs.environment.seconds = 0.0  # an evaluation's are left
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
@@ -147,9 +147,10 @@ class Run:
         self.log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
         self.peak = max(self.peak, peak)
-        if self.inputs.environment:
-            timer.part("generate", "environment", self.inputs.environment.take_seconds())
         timing = timer.timing(sampled.num_tokens)
+        if self.inputs.environment:
+            timing["timing/environment_s"] = round(self.inputs.environment.seconds, 4)
+            timing["timing/generate_s"] -= timing["timing/environment_s"]  # the phases add up to the step
         speed = self.speed(sampled, learner.trained, timing)
         self.log.log_step(step + 1, metrics, timing | speed | device_memory(peak))
         self.end_step(step)

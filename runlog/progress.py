@@ -85,7 +85,6 @@ class StepTimer:
         self._count_memory("between_steps")  # loading, an evaluation, a checkpoint
         self.start = devices.moment(device)
         self.ends: list[tuple[str, Any]] = []  # of each phase
-        self.parts: list[tuple[str, str, float]] = []  # of phases that count as phases
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
@@ -101,10 +100,6 @@ class StepTimer:
         self.heartbeat.beat(f"{phase} of step {self.step + 1}")
         self.ends.append((phase, self.devices.moment(self.device)))
         self._count_memory(phase)
-
-    def part(self, phase: str, part: str, seconds: float) -> None:
-        """Count ``seconds`` of ``phase``, which has ended, as the phase ``part``."""
-        self.parts.append((phase, part, seconds))
 
     def _count_memory(self, phase: str) -> None:
         gib = self.devices.peak_memory_gib(self.device)
@@ -123,9 +118,6 @@ class StepTimer:
         for phase, end in self.ends:
             total[phase] += self.devices.seconds_between(last, end)
             last = end
-        for phase, part, seconds in self.parts:
-            total[phase] -= seconds
-            total[part] += seconds
         return dict(total)
 
     def timing(self, new_tokens: int) -> dict[str, float]:

@@ -72,10 +72,10 @@ class Environment:
             raise InputError(
                 "rollout.stop: found none; needed: a text that ends a turn, or a model with a chat template"
             )
-        self.tokenizer, self.template, self.stop_tokens = tokenizer, template, frozenset(stop_tokens)
-        self.rollout, self.stops, self.pool, self.waiting = rollout, rollout.stop, pool, waiting
+        self.rollout, self.tokenizer, self.pool, self.waiting = rollout, tokenizer, pool, waiting
+        self.template, self.stop_tokens, self.stops = template, frozenset(stop_tokens), rollout.stop
         self.may_end = self.stop_tokens | self._completing()
-        self.seconds = 0.0  # for which decoding has waited for the function
+        self.seconds = 0.0  # for which decoding has waited for the function, since somebody set it to 0
 
     def turns(self, questions: Sequence[Question]) -> Turns:
         """The turns of an engine's call whose prompts are those of ``questions``."""
@@ -103,11 +103,6 @@ class Environment:
             answers.append(result)
         self.seconds += time.monotonic() - began
         return answers
-
-    def take_seconds(self) -> float:
-        """The seconds for which decoding has waited since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
     def _without_asking(self, turn: Turn) -> Reply | None:
         """The reply to a turn that has not ended, or that another end token ended; None if the function is asked."""

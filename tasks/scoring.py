@@ -130,23 +130,19 @@ class Pool:
             worker.end()
 
 
-class Scorer:
-    """The reward of a run, and the processes of its functions. Make it before the device is started."""
+class Scorer(Pool):
+    """The reward of a run; its processes also call rollout.environment. Make it before the device is started."""
 
     def __init__(
         self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
     ) -> None:
-        """``beat``: see Pool. ``environment``: the function of rollout.environment, which the processes import, too."""
+        """``beat``: see Pool. ``environment``: the function of rollout.environment, if there is one."""
         self.reward = reward
         self.key = "reward.function" if reward.function else "reward.method"
         self.name = f"{self.key}: {reward.function or reward.method}"
-        functions = {}
-        if reward.function or reward.method == "math":
-            functions[self.key] = reward.function or MATH
+        functions = {self.key: reward.function or MATH} if reward.function or reward.method == "math" else {}
         self.in_processes = bool(functions)
-        if environment:
-            functions[ENVIRONMENT] = environment
-        self.pool = Pool(functions, beat)
+        super().__init__(functions | ({ENVIRONMENT: environment} if environment else {}), beat)
 
     def __call__(self, calls: Sequence[Call]) -> list[Score]:
         """The score of each completion, in their order.
@@ -157,7 +153,7 @@ class Scorer:
         """
         if not self.in_processes:
             return [self._of_method(call) for call in calls]
-        results = self.pool.results(self.key, calls, self.reward.seconds)
+        results = self.results(self.key, calls, self.reward.seconds)
         return [self._judged(call, result) for call, result in zip(calls, results, strict=True)]
 
     def _of_method(self, call: Call) -> Score:
@@ -174,11 +170,7 @@ class Scorer:
             return result
         if not self.reward.function:
             return Score(0.0, False, False)
-        self.pool.refuse(self.key, result, call.row, "completion", call.completion)
-
-    def close(self) -> None:
-        """End the processes."""
-        self.pool.close()
+        self.refuse(self.key, result, call.row, "completion", call.completion)
 
 
 class Worker:
@@ -275,22 +267,16 @@ def serve(end: str, *functions: str) -> None:
 def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
     """What the function returns, ``checked``; a Failure for an exception."""
     try:
-        value = function(*call)
+        return checked(function(*call))
     except (Exception, SystemExit) as error:
         return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
-    return checked(value)
 
 
 def text_of(value: Any) -> str | None | Failure:
-    """The environment's text or None; a Failure for anything else, and for a text that UTF-8 cannot hold."""
-    if value is None:
-        return None
-    try:
-        if isinstance(value, str):
-            return value.encode().decode()  # a str also where the value is of a class of the user's file
-    except UnicodeEncodeError:
-        return Failure("returned a text that UTF-8 cannot hold; needed: a text without surrogates")
-    return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}")
+    """The environment's text or None; a Failure for anything else. Raises UnicodeError for a text with surrogates."""
+    if isinstance(value, str):
+        return value.encode().decode()  # a plain str, whatever class of the user's file the value has
+    return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}") if value is not None else None
 
 
 def score_of(value: Any) -> Score | Failure:

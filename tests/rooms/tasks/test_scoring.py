@@ -373,14 +373,14 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
     """As the killer of processes of a system without memory does it."""
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
-    killed = {worker.process.pid for worker in scorer.pool.workers}
-    for worker in scorer.pool.workers:
+    killed = {worker.process.pid for worker in scorer.workers}
+    for worker in scorer.workers:
         worker.process.kill()
         worker.process.wait()
     calls = [Call(text, "", ROW) for text in ("a", "bc", "def")]
     assert [one.reward for one in scorer(calls)] == [97 % 7 / 7, (98 + 99) % 7 / 7, (100 + 101 + 102) % 7 / 7]
     assert len(scorer(calls * 8)) == 24  # every process is asked
-    assert not killed & {worker.process.pid for worker in scorer.pool.workers}
+    assert not killed & {worker.process.pid for worker in scorer.workers}
     scorer.close()
 
 
@@ -389,7 +389,7 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     scorer = Scorer(RewardConfig(function=f"{OWN}:reward"))
-    assert len(scorer.pool.workers) == count
+    assert len(scorer.workers) == count
     scorer.close()
 
 
