@@ -39,7 +39,7 @@ from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError, Tripped
 from knobs import LoraConfig
 from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
-from tasks.environment import Reply, Turn, Turns
+from tasks.environment import Turn, Turns
 from weights import huggingface
 
 # -------------------------------------------------------------------------------------------------- what is refused
