@@ -249,7 +249,7 @@ def test_the_file_and_the_tokens_of_an_environment_are_checked_at_the_start(open
     [
         (["reward.method=verl_flexible"], "reward.method: verl_flexible takes the last number, which with rollout.env"),
         (["reward.overlong={buffer: 4, penalty: 1}"], "reward.overlong: it would count the environment's tokens"),
-        (["rollout.stop=[é]"], "rollout.stop[0]: found 'é'"),
+        (["rollout.stop=[é]"], "rollout.stop[0]: expected text like ^[ -~]{1,64}$, found 'é'"),
         (["rollout.max_turns=60"], "rollout.environment_seconds: 10 x rollout.max_turns 60 = 600 s, while other ranks"),
         (
             ["rollout.environment=null", "rollout.max_turns=3"],
