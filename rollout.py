@@ -53,6 +53,7 @@ def sample_step(
     cfg: Config,
     parallel: Parallel,
     step: int,
+    *,
     environment: Environment | None = None,
 ) -> Sampled:
     """Sample and score ``step``, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).

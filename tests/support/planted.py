@@ -226,10 +226,10 @@ def without_end(_: None, sampler: TorchSampler, *__) -> None:
     sampler.is_stop[:] = False
 
 
-def swapped(real: Callable, *args) -> Sampled:
+def swapped(real: Callable, *args, **more) -> Sampled:
     """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
-    *others, step, environment = args
-    return real(*others, {1: 2, 2: 1}.get(step, step), environment)
+    *others, step = args
+    return real(*others, {1: 2, 2: 1}.get(step, step), **more)
 
 
 def of_another_rank(dimension: str, kind: str) -> Plant:
