@@ -261,7 +261,7 @@ def metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def environment_metrics(batch: Rollout, first: Rollout) -> dict[str, float]:
-    """The metrics environment/...: averages over the completions; {} if the environment has given no token."""
+    """Compute the metrics environment/...: averages over the completions; {} if the environment gave nothing."""
     given = torch.tensor(batch.lengths) - torch.tensor(batch.sampled_lengths)
     if not (given.any() or first.out_of_turns.any()):
         return {}

@@ -189,12 +189,12 @@ class Given:
         self.reasons: dict[int, str] = {}  # of the rows that have finished, by row
 
     def instead(self, n: int, row_ids: Tensor, token: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-        """The ``n``-th tokens of the rows and their log-probs, with those that are given.  (R,) twice"""
+        """Return the ``n``-th tokens of the rows and their log-probs, given ones in their places.  (R,) twice"""
         given = self.tokens[n].index_select(0, row_ids)
         return torch.where(given >= 0, given, token), logp.masked_fill(given >= 0, 0.0)
 
     def ended(self, n: int, row_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Which rows finish with their ``n``-th token; the others get the answers to the turns that end there.  (R,)"""
+        """Return which rows finish with their ``n``-th token. Turns that end there get their answers.  (R,)"""
         running = row_ids < self.tokens.shape[1] - 1
         drawn = self.tokens[n].index_select(0, row_ids) < 0
         ended = self.may_end[tokens[n].index_select(0, row_ids)] & running & drawn

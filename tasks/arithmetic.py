@@ -138,7 +138,7 @@ def solution(lines: Sequence[Line]) -> str:
 
 
 def annotated(answer: str) -> str:
-    """A solution with the calls of GSM8K's calculator, whose results are right: `<<37-25=12>>\\n#### 12`."""
+    """Rewrite a solution with calls of GSM8K's calculator and their results: `<<37-25=12>>\\n#### 12`."""
     lines, result = answer.splitlines()[:-1], 0
     for index, line in enumerate(lines):
         x, sign, y, *_ = line.split()

@@ -57,7 +57,7 @@ class Template(NamedTuple):
 
 
 class Environment:
-    """Asks the function of rollout.environment, which takes texts, for an engine, which has tokens."""
+    """The function of rollout.environment, which takes texts, for an engine, which has tokens."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Environment:
         self.seconds = 0.0  # for which decoding has waited for the function, since somebody set it to 0
 
     def turns(self, questions: Sequence[Question]) -> Turns:
-        """The turns of an engine's call whose prompts are those of ``questions``."""
+        """Return the turns of an engine's call whose prompts are those of ``questions``."""
         return Turns(
             self.may_end, lambda turns: self.reply([questions[turn.prompt] for turn in turns], turns), self.waiting
         )
@@ -94,7 +94,7 @@ class Environment:
         return replies
 
     def answers(self, calls: Sequence[tuple[list[str], dict[str, Any]]]) -> list[str | None]:
-        """What the function answers to each (turns, row). InputError for a call that fails or takes too long."""
+        """Ask the function about each (turns, row). Raises InputError if a call fails or takes too long."""
         began, answers = time.monotonic(), []
         results = self.pool.results(ENVIRONMENT, calls, self.rollout.environment_seconds)
         for (texts, row), result in zip(calls, results, strict=True):
@@ -105,13 +105,13 @@ class Environment:
         return answers
 
     def _without_asking(self, turn: Turn) -> Reply | None:
-        """The reply to a turn that has not ended, or that another end token ended; None if the function is asked."""
+        """Return the reply to a turn that has not ended, or that another end token ended, otherwise None."""
         if turn.tokens[-1] in self.stop_tokens:
             return None if turn.tokens[-1] == self.template.end else Reply(reason="stop")
         return None if self._stopped(turn.tokens, turn.mask) else Reply()
 
     def _reply(self, turn: Turn, number: int, text: str | None) -> Reply:
-        """The reply to the ``number``-th turn of a completion, from the function's ``text``."""
+        """Return the reply to the ``number``-th turn of a completion, from the function's ``text``."""
         by_end_token = turn.tokens[-1] in self.stop_tokens
         if text is None:
             return Reply(reason="stop" if by_end_token else "environment")
@@ -125,14 +125,14 @@ class Environment:
         return Reply(answer)
 
     def shown(self) -> str:
-        """A line for `--check`: an answer to an end token, as the model sees it."""
+        """Return a line for `--check`: an answer to an end token, as the model sees it."""
         if self.template.end is None:
             return ""
         tokens = [self.template.end, *self.template.before, *self._ids("ANSWER"), *self.template.after]
         return f"after an end token the environment answers: {self.tokenizer.decode(tokens)!r}\n"
 
     def texts(self, tokens: list[int], mask: list[bool]) -> list[str]:
-        """The turns of a completion, of policy and environment in turn, without the template's parts."""
+        """Return the turns of policy and environment alternately, without the template's parts."""
         found, ended = [], False
         for own, pairs in itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1]):
             ids = [token for token, _ in pairs]
@@ -143,18 +143,18 @@ class Environment:
         return found
 
     def _ids(self, text: str) -> list[int]:
-        """``text`` as tokens. The text of a special token in it is plain text: a tool's result must not end a turn."""
+        """Tokenise ``text``. The name of a special token in it is plain text: a tool's result must not end a turn."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _stopped(self, tokens: list[int], mask: list[bool]) -> bool:
-        """Whether the last token completes a text of rollout.stop in the policy's turn."""
+        """Return whether the last token completes a text of rollout.stop in the policy's turn."""
         turn = max((i + 1 for i, own in enumerate(mask) if not own), default=0)  # where it begins
         window = tokens[max(turn, len(tokens) - 1 - max(map(len, self.stops), default=0)) :]
         now, before = self.tokenizer.decode(window), self.tokenizer.decode(window[:-1])
         return any(now.count(stop) > before.count(stop) for stop in self.stops)
 
     def _completing(self) -> frozenset[int]:
-        """The tokens that can complete a text of rollout.stop: they hold it, or begin with an end of it."""
+        """Return the tokens that can complete a text of rollout.stop: they hold it, or begin with an end of it."""
         if not self.stops:
             return frozenset()
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])

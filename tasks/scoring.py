@@ -88,7 +88,7 @@ class Pool:
             self.idle.put(worker)
 
     def results(self, key: str, calls: Sequence[tuple], seconds: float) -> Iterator[Any]:
-        """What the function of ``key`` makes of each of the ``calls``, in their order, or a Failure.
+        """Yield what the function of ``key`` makes of each of the ``calls``, in their order, or a Failure.
 
         A call may take ``seconds``.
         """
@@ -265,7 +265,7 @@ def serve(end: str, *functions: str) -> None:
 
 
 def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
-    """What the function returns, ``checked``; a Failure for an exception."""
+    """Return what the function returns, ``checked``, or a Failure for an exception."""
     try:
         return checked(function(*call))
     except (Exception, SystemExit) as error:
@@ -273,14 +273,14 @@ def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any]
 
 
 def text_of(value: Any) -> str | None | Failure:
-    """The environment's text or None; a Failure for anything else. Raises UnicodeError for a text with surrogates."""
+    """Return the environment's text or None, a Failure for anything else. Raises UnicodeError for surrogates."""
     if isinstance(value, str):
         return value.encode().decode()  # a plain str, whatever class of the user's file the value has
     return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}") if value is not None else None
 
 
 def score_of(value: Any) -> Score | Failure:
-    """The score that a reward returned; a Failure for anything that is none.
+    """Return the score that a reward returned, a Failure for anything that is none.
 
     A number alone counts as correct from 1.0 on.
     """
