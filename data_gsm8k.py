@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ import numpy as np
 from facts.exits import InputError
 from facts.seeds import derive_seed
 from inputs.files import one_line, read_bytes, read_object, shown
-from knobs import GENERATED, DataConfig, Paths, listed
+from knobs import GENERATED, DataConfig, Paths, RolloutConfig, listed
 from tasks import arithmetic, question_files
+from tasks.environment import Environment, Template, Waiting
 from tasks.question_files import Question, Turn
+from tasks.scoring import Pool
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -326,6 +328,46 @@ def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: 
             f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
             + ", ".join(role for role, _ in turns)
         ) from error
+
+
+def open_environment(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_tokens: Collection[int],
+    pool: Pool,
+    waiting: Waiting = contextlib.nullcontext,
+) -> Environment | None:
+    """Open the environment of rollout.environment, if there is one. ``pool`` has its function."""
+    if not rollout.environment:
+        return None
+    template = turn_tokens(tokenizer, data, rollout.environment_role, stop_tokens)
+    return Environment(rollout, tokenizer, stop_tokens, template, pool, waiting)
+
+
+ASKED, ANSWERED = "a turn of the policy", 'the "answer"\nto it'  # a template that writes JSON would change the second
+
+
+def turn_tokens(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, role: str, stop_tokens: Collection[int]
+) -> Template:
+    """Cut out of the chat template how it goes on after a turn of the assistant: a turn of ``role``, the next answer.
+
+    The conversation that it shows has dummies as texts, and the template's own text between them. Raises InputError
+    unless it shows the dummies as they are.
+    """
+    if not tokenizer.chat_template:
+        return Template()
+    text = _chat_text([("user", "?"), ("assistant", ASKED), (role, ANSWERED)], tokenizer, data)
+    found = re.fullmatch(rf".*{ASKED}(.*){re.escape(ANSWERED)}(.*)", text, re.DOTALL)
+    parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in found.groups()] if found else [[], []]
+    ends = [index for index, token in enumerate(parts[0]) if token in stop_tokens]
+    if not ends:
+        raise InputError(
+            f"rollout.environment_role: {tokenizer.name_or_path}: its chat template does not show an assistant turn, "
+            f"an end token and then a {role} turn as it is: {text[-160:]!r}; needed: a role that it shows"
+        )
+    return Template(parts[0][ends[0]], parts[0][ends[0] + 1 :], parts[1])
 
 
 def _refuse_clock(form: str) -> str:

@@ -35,6 +35,7 @@ from inputs.config import command, command_line, resolve_config
 from inputs.rules import refuse_first, trainer_problems
 from knobs import Config, EvalConfig, RolloutConfig
 from parallel_setup import Parallel
+from tasks.environment import Environment
 from tasks.scoring import Score, Scorer
 from weights import huggingface
 
@@ -47,6 +48,7 @@ def evaluate(
     sampling: RolloutConfig,
     parallel: Parallel,
     beat: Callable[[str], None] = lambda done: None,
+    environment: Environment | None = None,
 ) -> tuple[dict, list[dict]]:
     """A summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
 
@@ -58,7 +60,7 @@ def evaluate(
     """
     summary, outcomes = {}, []
     for name, questions in held_out.items():
-        results = _results(engine, name, questions, score, settings, sampling, parallel, beat)
+        results = _results(engine, name, questions, score, settings, sampling, parallel, beat, environment)
         summary |= _summary(results, prefix(name))
         outcomes += [
             ({"set": name} if name else {})
@@ -83,6 +85,7 @@ def _results(
     sampling: RolloutConfig,
     parallel: Parallel,
     beat: Callable[[str], None],
+    environment: Environment | None,
 ) -> torch.Tensor:
     """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank."""
     count = min(settings.num_questions or len(questions), len(questions))
@@ -98,6 +101,7 @@ def _results(
             [questions[index].prompt for index in wave],
             seeds=[derive_seed("evaluation", *([name] * bool(name)), index) for index in wave],
             max_new_tokens=sampling.max_new_tokens,
+            turns=environment.turns([questions[index] for index in wave]) if environment else None,
         )
         answers = ask(num_samples=1, temperature=0.0)
         if k:
@@ -106,7 +110,7 @@ def _results(
         pairs = zip(wave, answers, strict=True)
         scores = iter(score([(questions[index], answer) for index, group in pairs for answer in group]))
         for i, group in enumerate(answers):
-            scored = [(one.correct, one.found, len(answer.tokens)) for answer, one in zip(group, scores, strict=False)]
+            scored = [(one.correct, one.found, sum(answer.mask)) for answer, one in zip(group, scores, strict=False)]
             results[start + i] = torch.tensor(scored, dtype=torch.float32).flatten()
     return rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
 
@@ -169,7 +173,7 @@ def measure(cfg: Config) -> dict:
     The weights are those from which a training starts: in model.dtype, and quantised as model.quantisation says.
     """
     cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
-    scorer = Scorer(cfg.reward)  # before the device
+    scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)  # before the device
     parallel_setup.start_device(cfg.device, cfg.train)  # before the tokenizer imports transformers
     arch, tokenizer = hf_config.read(cfg.model.path), data_gsm8k.load_tokenizer(cfg.model.path)
     ranks = parallel_setup.launched_world_size()
@@ -198,6 +202,7 @@ def measure(cfg: Config) -> dict:
             cfg.eval,
             cfg.rollout,
             parallel,
+            environment=data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer),
         )
         engine.close()
     scorer.close()

@@ -107,6 +107,9 @@ class TinyModelConfig(Section):
         256, "bare sums per batch of all ranks; the other batches hold word problems", ge=1, le=2**16
     )
     teacher_right: float = knob(0.35, "share of word problems that the teacher answers correctly", ge=0, le=1)
+    teacher_calls: float = knob(
+        0.0, "share of word problems that the teacher answers by GSM8K's calculator, as <<37-25=12>>", ge=0, le=1
+    )
     teacher_wrong_operation: float = knob(
         0.55, "share with the wrong operation; the remaining answers of the teacher are off by 1 or 10", ge=0, le=1
     )
@@ -119,6 +122,9 @@ class ParallelConfig(Section):
     expert: int = knob(1, "number of ranks that split the experts of each layer", ge=1, le=2**16)
     timeout_seconds: int = knob(1800, "the run ends if a collective waits longer than this", ge=1, lt=2**31)
 
+
+FUNCTION = r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$"  # FILE.py:NAME, inputs/functions.py
+Function = Annotated[str, Field(pattern=FUNCTION), AfterValidator(user_path), AsWritten]
 
 GENERATED = 4096  # number of training questions for data.source arithmetic, unless data.num_train sets it
 
@@ -171,9 +177,20 @@ class RolloutConfig(Section):
     prompts_per_step: int = knob(32, "P, questions per step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions per prompt; a group of one would have no advantage", ge=2, le=2**16)
     dynamic_rounds: int = knob(0, "most rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
-    max_new_tokens: int = knob(1024, "length of the longest completion in tokens, with its end token", ge=1, le=2**20)
+    max_new_tokens: int = knob(
+        1024, "length of the longest completion in tokens, with its end token and all answers to it", ge=1, le=2**20
+    )
     temperature: float = knob(1.0, "temperature for sampling and for the trainer's log-probabilities", gt=0)
     staleness: int = knob(0, "how many steps older the policy that samples is than the trained one", ge=0, le=64)
+    environment: Function | None = knob(
+        None, "FILE.py:NAME, (turns, row) -> text or None, a function that answers the policy's turns (docs/usage.md)"
+    )
+    stop: tuple[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], ...] = knob(
+        (), "texts that end a turn like an end token; the answer then follows without a chat template", strict=False
+    )
+    environment_seconds: float = knob(10.0, "time limit for one call of rollout.environment, which ends the run", gt=0)
+    max_turns: int = knob(8, "most turns of the policy in a completion; beyond them it is cut off", ge=1, le=10**4)
+    environment_role: Literal["tool", "user"] = knob("tool", "role of the answer to a turn with an end token")
 
     @property
     def kind(self) -> Kind:
@@ -188,8 +205,6 @@ class RolloutConfig(Section):
 RewardMethod = Literal[
     "strict", "verl_strict", "verl_flexible", "openai", "lm_eval_strict", "lm_eval_flexible", "base_acc", "math"
 ]
-FUNCTION = r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$"  # FILE.py:NAME, inputs/functions.py
-Function = Annotated[str, Field(pattern=FUNCTION), AfterValidator(user_path), AsWritten]
 
 
 class OverlongConfig(Section):

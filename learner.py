@@ -119,7 +119,7 @@ class Learner:
             sequences = list(range(first, first + per_update))
             updates.append(self._prepare(batch, completions, sequences, advantages))
         self.trained = [sequence for update in updates for sequence in update.trained]
-        trained_tokens = sum(batch.lengths[sequence] for sequence in self.trained)
+        trained_tokens = sum(batch.sampled_lengths[sequence] for sequence in self.trained)
 
         self._add_logprobs(updates, timer)
         self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
@@ -157,7 +157,7 @@ class Learner:
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
-            "num_tokens": sum(batch.lengths[s] for s in kept),
+            "num_tokens": sum(batch.sampled_lengths[s] for s in kept),
             "num_sequences": len(kept),
             "max_new_tokens": cfg.rollout.max_new_tokens,
         }

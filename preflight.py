@@ -198,8 +198,14 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
         change = f"; {advice(verdict.cfg.rollout, verdict.cfg.model, times, name)}" if name in times.long_phases else ""
         if seconds:
             lines.append(f"  {name:22} {seconds:8.3f} s  {bound} {times.causes[name][bound] / seconds:.0%}{change}")
+    rollout = verdict.cfg.rollout
     assumed = roofline.assumptions(
-        setting.hardware, setting.prompt_tokens, setting.completion_tokens, longest, verdict.cfg.rollout.dynamic_rounds
+        setting.hardware,
+        setting.prompt_tokens,
+        setting.completion_tokens,
+        longest,
+        rollout.dynamic_rounds,
+        setting.turn_seconds if rollout.environment else 0.0,
     )
     return [*lines, f"  assumed: {assumed}"]
 
@@ -287,6 +293,7 @@ LARGEST = {
     "--device-gib": 10**6,
     "--prompt-tokens": 2**20,
     "--completion-tokens": 2**20,
+    "--turn-seconds": 10**6,
 }
 
 
@@ -298,6 +305,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
     parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
     parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
+    parser.add_argument("--turn-seconds", type=float, help="wait for rollout.environment at each turn; default: 1")
     parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
     parser.add_argument("--calibrate", type=path_option, metavar="TIMING", help="the timing.jsonl of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
@@ -343,6 +351,7 @@ def setting_of(
         ranks_per_node=args.ranks_per_node,
         prompt_tokens=args.prompt_tokens or cfg.data.max_prompt_tokens,
         completion_tokens=args.completion_tokens or mean,
+        turn_seconds=args.turn_seconds or roofline.TURN_SECONDS,
     )
     return calibrate.calibrated(cfg, ranks, setting, timing) if timing else setting
 

@@ -23,11 +23,13 @@ from facts.seeds import derive_seed
 from knobs import Config, RolloutConfig
 from model.batches import Rollout
 from parallel_setup import Parallel
+from tasks.environment import Environment
 from tasks.scoring import Call, Score, Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CUT_OFF = {"length": 1, "turns": 2}  # finish_reason -> its number in a message; 0 for the others
 OPENING_TOKENS = 16  # enough to hold `<think>` and the line breaks at the end of a prompt
 Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
@@ -40,12 +42,19 @@ class Sampled(NamedTuple):
     asked: list[Question]  # the P questions of the batch
     all_asked: list[Question]  # the P questions of the first round, followed by those of later rounds
     first: Rollout  # the first round, before any group was replaced because of its outcome
-    num_tokens: int  # tokens sampled in all rounds
+    num_tokens: int  # tokens of the completions of all rounds, with those of the environment
     extra: dict[str, float]  # the metrics of dynamic sampling
 
 
 def sample_step(
-    engine: Engine, questions: Questions, score: Scoring, cfg: Config, parallel: Parallel, step: int
+    engine: Engine,
+    questions: Questions,
+    score: Scoring,
+    cfg: Config,
+    parallel: Parallel,
+    step: int,
+    *,
+    environment: Environment | None = None,
 ) -> Sampled:
     """Sample and score ``step``, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
 
@@ -65,6 +74,7 @@ def sample_step(
         seed=cfg.train.seed,
         step=step,
         routed_experts=cfg.replay.mode == "r3",
+        environment=environment,
     )
     asked = questions.pick(step, settings.prompts_per_step)
     first, completions = draw(asked)
@@ -99,7 +109,7 @@ def with_groups(batch: Rollout, drawn: Rollout, indices: Collection[int]) -> Rol
     """Return ``batch`` with the groups at ``indices`` taken from ``drawn``, which has the prompts of all groups."""
     group_size = batch.rewards.shape[1]
     replaced = [sequence // group_size in indices for sequence in range(len(batch.lengths))]
-    rows = {"tokens": replaced, "logp": replaced, "truncated": replaced}
+    rows = dict.fromkeys(("tokens", "logp", "mask", "truncated", "out_of_turns"), replaced)
     rows |= dict.fromkeys(("rewards", "parsable", "correct"), replaced[::group_size])
     merged = {}
     for name, chosen in rows.items():
@@ -121,6 +131,7 @@ def sample(
     round_: int = 0,
     indices: Collection[int] | None = None,
     routed_experts: bool = False,
+    environment: Environment | None = None,
 ) -> tuple[Rollout, list[list[Completion]]]:
     """Sample and score G completions of each question.
 
@@ -137,6 +148,7 @@ def sample(
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         return_routed_experts=routed_experts,
+        turns=environment.turns([asked[p] for p in own]) if environment else None,
     )
     answers = [(p, j, one) for p, group in zip(own, completions, strict=True) for j, one in enumerate(group)]
     scores = score([(asked[p], one) for p, _, one in answers])
@@ -155,26 +167,30 @@ def gather_answers(
 
     An answer is the index of its prompt, its number in the group, and a completion. Rows without an answer are 0.
     Collective: each rank sends one message of integers and one of fp32 numbers. The shapes are equal on every rank, so
-    they follow replica 0, which has the most prompts.
+    they follow replica 0, which has the most prompts. A token t of the environment is sent as ~t, which is negative.
     """
     longest = settings.max_new_tokens
     replicas = parallel.world_size // settings.tensor
     shape = len(range(0, count, replicas)), settings.group_size
-    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, whether they were cut off
+    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, their value of CUT_OFF
     reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # log-probs, and the three numbers of a Score
     for (p, j, one), scored in zip(answers, scores, strict=True):
         row = p // replicas, j
         n = len(one.tokens)
-        integers[row][:n] = torch.tensor(one.tokens)
-        integers[row][longest:] = torch.tensor([n, one.finish_reason == "length"])
+        tokens, mask = torch.tensor(one.tokens), torch.tensor(one.mask)
+        integers[row][:n] = torch.where(mask, tokens, ~tokens)
+        integers[row][longest:] = torch.tensor([n, CUT_OFF.get(one.finish_reason, 0)])
         reals[row][:n] = torch.tensor(one.logp)
         reals[row][longest:] = torch.tensor(scored, dtype=torch.float32)
     integers = in_prompt_order(parallel.gather_rows(integers), count, settings.tensor)
     reals = in_prompt_order(parallel.gather_rows(reals), count, settings.tensor)
+    sent, lengths, cut_off = integers.flatten(0, 1).split([longest, 1, 1], dim=1)
     return {
-        "tokens": integers[..., :longest].flatten(0, 1),
-        "lengths": integers[..., longest].flatten().tolist(),
-        "truncated": integers[..., longest + 1].flatten().bool(),
+        "tokens": torch.where(sent < 0, ~sent, sent),
+        "mask": (sent >= 0) & (torch.arange(longest) < lengths),
+        "lengths": lengths.flatten().tolist(),
+        "truncated": cut_off.flatten() > 0,
+        "out_of_turns": cut_off.flatten() == CUT_OFF["turns"],
         "logp": reals[..., :longest].flatten(0, 1),
         "rewards": reals[..., longest],
         "parsable": reals[..., longest + 1],
@@ -223,21 +239,39 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
 def metrics(sampled: Sampled) -> dict[str, float]:
     """Compute the metrics of a step's rollout: from the batch, or from the first round if selection would bias them."""
     batch, first = sampled.batch, sampled.first
-    lengths = torch.tensor(batch.lengths, dtype=torch.float64)
+    lengths = torch.tensor(batch.sampled_lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
     by_group = batch.tokens.unflatten(0, batch.rewards.shape)  # (P, G, N)
     identical = (by_group == by_group[:, :1]).flatten(1).all(dim=1)
+    return (
+        {
+            "reward/mean": batch.rewards.double().mean().item(),
+            "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
+            "reward/equal_groups": int(equal.sum()),
+            "rollout/identical_groups": int(identical.sum()),
+            "rollout/entropy": -batch.logp.double().sum().item() / sum(batch.sampled_lengths),
+            "response_length/mean": lengths.mean().item(),
+            "response_length/max": int(lengths.max()),
+            "response_length/truncated_frac": first.truncated.double().mean().item(),
+            "rollout/repeated_frac": repeated_frac(first),
+        }
+        | environment_metrics(batch, first)
+        | sampled.extra
+    )
+
+
+def environment_metrics(batch: Rollout, first: Rollout) -> dict[str, float]:
+    """Compute the metrics environment/...: averages over the completions; {} if the environment gave nothing."""
+    given = torch.tensor(batch.lengths) - torch.tensor(batch.sampled_lengths)
+    if not (given.any() or first.out_of_turns.any()):
+        return {}
+    begins = batch.mask[:, 1:] & ~batch.mask[:, :-1]  # of every turn but the first
+    turns = 1 + begins.sum(dim=1)
     return {
-        "reward/mean": batch.rewards.double().mean().item(),
-        "reward/unparsable_frac": 1 - first.parsable.double().mean().item(),
-        "reward/equal_groups": int(equal.sum()),
-        "rollout/identical_groups": int(identical.sum()),
-        "rollout/entropy": -batch.logp.double().sum().item() / sum(batch.lengths),
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": int(lengths.max()),
-        "response_length/truncated_frac": first.truncated.double().mean().item(),
-        "rollout/repeated_frac": repeated_frac(first),
-    } | sampled.extra
+        "environment/turns_mean": turns.double().mean().item(),
+        "environment/tokens_mean": given.double().mean().item(),
+        "environment/max_turns_frac": first.out_of_turns.double().mean().item(),
+    }
 
 
 def repeated_frac(batch: Rollout) -> float:

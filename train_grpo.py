@@ -99,7 +99,9 @@ def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) ->
 
         # 2. Sample and score G completions for each of P questions (rollout.py, data_gsm8k.py, reward_gsm8k.py).
         with timer.phase("generate"):
-            sampled = rollout.sample_step(engine, inputs.questions, inputs.score, cfg, parallel, step)
+            sampled = rollout.sample_step(
+                engine, inputs.questions, inputs.score, cfg, parallel, step, environment=inputs.environment
+            )
             run.check_rollout(step, sampled)
         batch = sampled.batch
 

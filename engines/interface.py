@@ -6,7 +6,7 @@ the checks of this file, so that the same mistake gets the same message.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from facts.architectures import Architecture
 from facts.exits import InputError
+from tasks.environment import Turns
 
 
 @dataclass
@@ -24,8 +25,21 @@ class Completion:
 
     tokens: list[int]  # the stop token included when there is one
     logp: list[float]  # float32, one a token: log-probability under the temperature-scaled distribution
-    finish_reason: str  # stop | length
+    # stop: by an end token | length: cut off at max_new_tokens | turns: cut off at rollout.max_turns | environment: it
+    # ended the completion after a text of rollout.stop
+    finish_reason: str
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
+    # Whether the policy sampled a token. False: the environment gave it, and its logp is 0. Default: it sampled all.
+    mask: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mask = self.mask or [True] * len(self.tokens)
+
+    def append(self, tokens: list[int], logp: list[float], *, own: bool) -> None:
+        """Append ``tokens``, which the policy sampled if they are its ``own``."""
+        self.tokens = self.tokens + tokens
+        self.logp = self.logp + logp
+        self.mask = self.mask + [own] * len(tokens)
 
 
 class SamplingParams(NamedTuple):
@@ -100,18 +114,28 @@ class Engine(Protocol):
         max_new_tokens: int,
         temperature: float,
         return_routed_experts: bool = False,
+        turns: Turns | None = None,
     ) -> list[list[Completion]]:
         """``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
+
+        With ``turns`` a completion has the answers of an environment between the tokens of the policy. A token draws
+        the number of its position in the completion, whoever wrote the tokens before it.
 
         The random numbers of prompt i depend on seeds[i] alone, so the other prompts of a call change nothing but
         rounding. Raises InputError for what cannot be sampled, and Tripped for a log-prob that is not finite.
         """
         params = SamplingParams(max_new_tokens, temperature)
         check_call(self.arch, prompts, max_new_tokens, self.ready, self.positions)
-        return self._sample(prompts, seeds, num_samples, params, return_routed_experts)
+        return self._sample(prompts, seeds, num_samples, params, return_routed_experts, turns)
 
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        routed: bool,
+        turns: Turns | None,
     ) -> list[list[Completion]]:
         """The part of `sample` that is the engine's own. The call has been checked."""
 

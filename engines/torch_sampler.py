@@ -18,6 +18,7 @@ from facts.exits import InputError, Tripped
 from hardware.device import DTYPES
 from knobs import Config, LoraConfig, Merging
 from plan.capacity import MOST_SEQUENCES
+from tasks.environment import Turn, Turns
 
 
 class TorchSampler(Engine):
@@ -80,7 +81,13 @@ class TorchSampler(Engine):
 
     @torch.inference_mode()
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        routed: bool,
+        turns: Turns | None,
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
         # Sorted, so that the prompts of a wave have similar lengths and little padding.
@@ -88,7 +95,9 @@ class TorchSampler(Engine):
         prompts_at_once = max(1, self.max_sequences // num_samples)
         for start in range(0, len(prompts), prompts_at_once):
             wave = by_length[start : start + prompts_at_once]
-            answers = self._run_wave([prompts[i] for i in wave], [seeds[i] for i in wave], num_samples, params, routed)
+            asked, of_wave = [prompts[i] for i in wave], [seeds[i] for i in wave]
+            given = turns and Given(turns, wave, num_samples, params.max_new_tokens, self.is_stop)
+            answers = self._run_wave(asked, of_wave, num_samples, params, routed, given)
             for row, answer in enumerate(answers):
                 completions[wave[row // num_samples]].append(answer)
         return completions
@@ -101,7 +110,13 @@ class TorchSampler(Engine):
         return table.flatten(0, 1).transpose(0, 1).to(self.decoder.device)
 
     def _run_wave(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        routed: bool,
+        given: "Given | None",
     ) -> list[Completion]:
         """``num_samples`` completions of each prompt, which are all computed at once, in one list."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
@@ -122,9 +137,12 @@ class TorchSampler(Engine):
             self.beat()
             uniform = None if uniforms is None else uniforms[n].index_select(0, row_ids.clamp(max=rows - 1))
             token, logp = pick(decoder.logits(hidden), uniform, params.temperature)
+            if given:
+                token, logp = given.instead(n, row_ids, token, logp)
             tokens[n].index_copy_(0, row_ids, token)
             logps[n].index_copy_(0, row_ids, logp)
-            row_ids = row_ids.masked_fill(self.is_stop[token], rows)
+            ended = given.ended(n, row_ids, tokens) if given else self.is_stop[token]
+            row_ids = row_ids.masked_fill(ended, rows)
             running = (row_ids < rows).nonzero()[:, 0]
             if len(running) == 0 or n + 1 == new_tokens:
                 break
@@ -136,6 +154,8 @@ class TorchSampler(Engine):
                 routes[n].index_copy_(0, row_ids, torch.stack(experts, 1).to(torch.uint8))
 
         answers = self._answers(tokens[:, :rows], logps[:, :rows])
+        if given:
+            given.mark(answers)
         if routes is not None:
             routes, prompt_routes = routes.cpu(), prompt_routes.cpu()
             for row, answer in enumerate(answers):
@@ -155,6 +175,53 @@ class TorchSampler(Engine):
         if fault := fault_of_log_probs([answers], self.decoder.dtype):
             raise Tripped(fault)
         return answers
+
+
+class Given:
+    """The tokens of a wave that the environment gives: they are decoded like drawn ones, which they replace.
+
+    So a row keeps its keys and values, and its routes, over all of its turns.
+    """
+
+    def __init__(self, turns: Turns, wave: list[int], num_samples: int, new_tokens: int, is_stop: Tensor) -> None:
+        self.turns, self.wave, self.num_samples = turns, wave, num_samples
+        self.may_end = is_stop.index_fill(0, torch.tensor(sorted(turns.may_end), device=is_stop.device), True)
+        # (N, R + 1) as the results, -1 where the policy draws
+        self.tokens = torch.full((new_tokens, len(wave) * num_samples + 1), -1, device=is_stop.device)
+        self.reasons: dict[int, str] = {}  # of the rows that have finished, by row
+
+    def instead(self, n: int, row_ids: Tensor, token: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``n``-th tokens of the rows and their log-probs, given ones in their places.  (R,) twice"""
+        given = self.tokens[n].index_select(0, row_ids)
+        return torch.where(given >= 0, given, token), logp.masked_fill(given >= 0, 0.0)
+
+    def ended(self, n: int, row_ids: Tensor, tokens: Tensor) -> Tensor:
+        """Return which rows finish with their ``n``-th token. Turns that end there get their answers.  (R,)"""
+        running = row_ids < self.tokens.shape[1] - 1
+        drawn = self.tokens[n].index_select(0, row_ids) < 0
+        ended = self.may_end[tokens[n].index_select(0, row_ids)] & running & drawn
+        indices = ended.nonzero()[:, 0]
+        rows = row_ids[indices].tolist()
+        if not rows:
+            return ended
+        so_far, own = tokens[: n + 1, rows].t().tolist(), (self.tokens[: n + 1, rows] < 0).t().tolist()
+        prompts = [self.wave[row // self.num_samples] for row in rows]
+        left = len(tokens) - n - 1
+        asked = [Turn(prompt, ids, mask, left) for prompt, ids, mask in zip(prompts, so_far, own, strict=True)]
+        for row, reply in zip(rows, self.turns.reply(asked), strict=True):
+            if reply.reason:
+                self.reasons[row] = reply.reason
+            else:
+                end = n + 1 + len(reply.tokens)
+                self.tokens[n + 1 : end, row] = torch.tensor(reply.tokens, dtype=torch.long)
+        ended[indices] = torch.tensor([row in self.reasons for row in rows], device=ended.device)
+        return ended
+
+    def mark(self, answers: list[Completion]) -> None:
+        """Give the rows' answers their masks and reasons."""
+        for row, answer in enumerate(answers):
+            answer.mask = (self.tokens[: len(answer.tokens), row] < 0).tolist()
+            answer.finish_reason = self.reasons.get(row, "length")
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from facts.engines import ENGINES, whole_experts
 from facts.exits import InputError, Tripped
 from knobs import LoraConfig
 from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
+from tasks.environment import Turn, Turns
 from weights import huggingface
 
 # -------------------------------------------------------------------------------------------------- what is refused
@@ -64,6 +65,27 @@ def check_installed(device_type: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
+
+
+class Row(NamedTuple):
+    """One sample of a call."""
+
+    number: int  # its row of the random numbers
+    place: int  # of its prompt in the call
+    prompt: list[int]
+    answer: Completion  # so far
+
+
+def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
+    """Return the random numbers of ``rows``, from that of the next token on.  (R, N)
+
+    vLLM draws the first number of a row for the first token of a request.
+    """
+    table = torch.zeros(len(rows), uniforms.shape[1], dtype=uniforms.dtype)
+    for at, row in enumerate(rows):
+        left = uniforms[row.number, len(row.answer.tokens) :]
+        table[at, : len(left)] = left
+    return table
 
 
 class VllmEngine(Engine):
@@ -229,50 +251,108 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------- sampling
     def _sample(
-        self, prompts: list[list[int]], seeds: list[int], num_samples: int, params: SamplingParams, routed: bool
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        routed: bool,
+        turns: Turns | None,
     ) -> list[list[Completion]]:
-        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler."""
+        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
+
+        After a turn vLLM is asked again with a row's tokens so far, whose keys and values are in the prefix cache.
+        """
+        uniforms = None
+        if params.temperature:
+            uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1)
+        prompt_of = [i for i in range(len(prompts)) for _ in range(num_samples)]  # by row
+        rows = [Row(number, i, prompts[i], Completion([], [], "")) for number, i in enumerate(prompt_of)]
+        self._run(rows, uniforms, params, routed, turns)
+        going = rows
+        while turns and self._go_on(going := self._replied(going, params, turns), turns):
+            self._run(going, uniforms, params, routed, turns)
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for row in rows:
+            completions[row.place].append(row.answer)
+        if fault := fault_of_log_probs(completions, self.dtype):
+            raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
+        return completions
+
+    def _run(
+        self, rows: list[Row], uniforms: Tensor | None, params: SamplingParams, routed: bool, turns: Turns | None
+    ) -> None:
+        """Let vLLM continue the answers of ``rows`` to the end of a turn.  uniforms: (R, N), of all rows of the call"""
         import vllm
 
-        temperature = params.temperature
-        prompt_of = [i for i in range(len(prompts)) for _ in range(num_samples)]  # by request
-        uniforms = uniforms_of(seeds, num_samples, params.max_new_tokens).flatten(0, 1) if temperature else None
-        self.draws.set_table(uniforms)
+        self.draws.set_table(None if uniforms is None else _table(rows, uniforms))
         # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
         requests = [
             vllm.SamplingParams(
-                temperature=temperature,
-                seed=row,
-                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                seed=at,
+                max_tokens=params.max_new_tokens - len(row.answer.tokens),
                 logprobs=0,
-                stop_token_ids=self.stop_tokens,
+                stop_token_ids=sorted(turns.may_end) if turns else self.stop_tokens,
                 ignore_eos=True,
                 detokenize=False,
                 flat_logprobs=True,
             )
-            for row in range(len(prompt_of))
+            for at, row in enumerate(rows)
         ]
-        asked = [{"prompt_token_ids": prompts[i]} for i in prompt_of]
+        asked = [{"prompt_token_ids": row.prompt + row.answer.tokens} for row in rows]
         adapter = self.adapter and self.adapter.request()
         answers = (
             self.llm.generate(asked, requests, use_tqdm=False, lora_request=adapter)
             if asked or self.lockstep  # in lockstep, ranks without prompts take part too
             else []
         )
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        for i, answer in zip(prompt_of, answers, strict=True):
-            completions[i].append(self._completion(answer, len(prompts[i]), routed))
-        if fault := fault_of_log_probs(completions, self.dtype):
-            raise Tripped(fault)  # the engine samples no more: values that are not finite stay in the caches
-        return completions
+        for row, answer in zip(rows, answers, strict=True):
+            self._continue(row, answer, routed)
 
-    def _completion(self, answer: Any, prompt_tokens: int, routed: bool) -> Completion:
-        """Return a RequestOutput of vLLM as a Completion, with its routes if they are ``routed``."""
-        (one,) = answer.outputs
+    def _continue(self, row: Row, answer: Any, routed: bool) -> None:
+        """Append a RequestOutput of vLLM to the answer of ``row``, with its routes if they are ``routed``."""
+        (one,), answered = answer.outputs, row.answer
         tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
         assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
-        routes = self._routes(one.routed_experts, prompt_tokens + len(tokens) - 1) if routed else None
-        return Completion(tokens, logp, one.finish_reason, routes)
+        answered.append(tokens, logp, own=True)
+        answered.finish_reason = one.finish_reason
+        if routed:
+            routes = self._routes(one.routed_experts, len(row.prompt) + len(answered.tokens) - 1)
+            # Tokens that vLLM computes again, as part of the request, keep the experts of the first time.
+            before = answered.routed_experts
+            answered.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
+
+    def _replied(self, rows: list[Row], params: SamplingParams, turns: Turns) -> list[Row]:
+        """Give ``rows`` what the environment replies, and return those that go on.
+
+        The ranks of a replica must go on with the same tokens, so the first of them asks the environment.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        replica, replies, asked = get_tp_group(), None, []
+        ended = [row for row in rows if row.answer.tokens[-1] in turns.may_end]
+        for row in ended:
+            left = params.max_new_tokens - len(row.answer.tokens)
+            asked.append(Turn(row.place, row.answer.tokens, row.answer.mask, left))
+        if replica.rank_in_group == 0:
+            replies = turns.reply(asked)
+        with turns.waiting():
+            replies = replica.broadcast_object(replies, 0)
+        for row, (tokens, reason) in zip(ended, replies, strict=True):
+            row.answer.append(tokens, [0.0] * len(tokens), own=False)
+            is_full = len(row.answer.tokens) == params.max_new_tokens
+            row.answer.finish_reason = reason or ("length" if is_full else "")
+        return [row for row in ended if not row.answer.finish_reason]
+
+    def _go_on(self, going: list[Row], turns: Turns) -> bool:
+        """Return whether vLLM is asked again: in lockstep, if any rank has rows that go on."""
+        if not self.lockstep:
+            return bool(going)
+        counts: list = [None] * dist.get_world_size()
+        with turns.waiting():
+            dist.all_gather_object(counts, len(going))
+        return any(counts)
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         self.llm.reset_prefix_cache()  # cached layers would not be computed

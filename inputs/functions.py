@@ -1,4 +1,4 @@
-"""Functions that a configuration names as FILE.py:NAME: a reward, an advantage, the loss of a token.
+"""Functions that a configuration names as FILE.py:NAME: a reward, an environment, an advantage, the loss of a token.
 
 Only the named file is imported, and what it imports itself; never a file that data or a model's folder names.
 """
@@ -64,9 +64,14 @@ def line_of(trace: TracebackType | None, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def files(reward: RewardConfig, loss: LossConfig) -> list[tuple[str, str, Path]]:
+def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> list[tuple[str, str, Path]]:
     """(key, name relative to its folder, path) of the files of all functions that are named, if they are there."""
-    named = {"reward.function": reward.function, "loss.advantage": loss.advantage, "loss.kind": loss.kind}
+    named = {
+        "reward.function": reward.function,
+        "loss.advantage": loss.advantage,
+        "loss.kind": loss.kind,
+        "rollout.environment": rollout.environment,
+    }
     there = {key: Path(value.rpartition(":")[0]).resolve() for key, value in named.items() if value and ":" in value}
     return [
         (key, os.path.relpath(each, path.parent), each)

@@ -57,6 +57,7 @@ def problems(
         found += _vllm(cfg.rollout, cfg.eval, cfg.lora, apart=cfg.merging is Merging.NOWHERE)
     found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
     found += [*_loss(cfg.loss), *_importance(cfg.loss, cfg.rollout), *_overlong(cfg.reward, cfg.rollout)]
+    found += _environment(cfg.rollout, cfg.reward, cfg.parallel)
     found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
         found += trainer_problems(cfg, arch, ranks)
@@ -80,7 +81,8 @@ def _no_warm_start(tiny: TinyModelConfig | None) -> bool:
 # (whether the run would ignore the keys, the reason, the keys)
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: _no_warm_start(c.tiny_model), "tiny_model.warm_start_steps is 0",
-     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_wrong_operation"),
+     "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_calls "
+     "tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
     (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
@@ -89,6 +91,8 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "data.operand_high data.operations_high"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
+    (lambda c: not c.rollout.environment, "rollout.environment is not given",
+     "rollout.stop rollout.max_turns rollout.environment_role rollout.environment_seconds"),
     (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
     (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo", "dppo_tv"), "loss.kind is not ppo", "loss.dual_clip"),
@@ -225,6 +229,26 @@ def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
     overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
+
+
+def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Why rollout.environment cannot go with the reward, or answers too slowly for the ranks that wait."""
+    if not rollout.environment:
+        return
+    if not reward.function and reward.method.endswith("flexible"):
+        yield (
+            f"reward.method: {reward.method} takes the last number, which with rollout.environment may be the "
+            "environment's; needed: a form that the policy writes itself (strict, math), or a reward.function"
+        )
+    if reward.overlong is not None:
+        yield "reward.overlong: it would count the environment's tokens; needed: none with rollout.environment"
+    longest = rollout.environment_seconds * rollout.max_turns
+    if longest >= parallel.timeout_seconds:
+        yield (
+            f"rollout.environment_seconds: {rollout.environment_seconds:g} x rollout.max_turns {rollout.max_turns} = "
+            f"{longest:g} s, while other ranks wait at most parallel.timeout_seconds {parallel.timeout_seconds}; "
+            "needed: a smaller product"
+        )
 
 
 def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None) -> Iterator[str]:

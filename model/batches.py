@@ -21,16 +21,29 @@ class Rollout:
     prompts: list[list[int]]  # P
     tokens: Tensor  # (S, N) int64, 0 after the end
     logp: Tensor  # (S, N) the sampler's log-prob of each sampled token
-    lengths: list[int]  # S completion lengths
-    truncated: Tensor  # (S,) bool: stopped by max_new_tokens
+    lengths: list[int]  # S completion lengths, the environment's tokens included
+    truncated: Tensor  # (S,) bool: stopped by max_new_tokens or max_turns
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 where an answer was found
     correct: Tensor  # (P, G) 1 where it is right
     ranks_alike: int = 1  # ranks that have the same completions: those that sampled them together
+    mask: Tensor | None = None  # (S, N) bool: the policy sampled the token. None: it sampled all of them
+    out_of_turns: Tensor | None = None  # (S,) bool: stopped by max_turns. None: none were
+
+    def __post_init__(self) -> None:
+        if self.mask is None:
+            self.mask = torch.arange(self.tokens.shape[1]) < torch.tensor(self.lengths)[:, None]
+        if self.out_of_turns is None:
+            self.out_of_turns = torch.zeros_like(self.truncated)
 
     def row_length(self, sequence: int) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
+
+    @functools.cached_property
+    def sampled_lengths(self) -> list[int]:
+        """The tokens of each completion that the policy sampled: all that a loss or an average counts."""
+        return self.mask.sum(dim=1).tolist()
 
 
 @dataclass
@@ -150,7 +163,7 @@ def pack(
         start, n = len(prompt), rollout.lengths[sequence]
         tokens[row, :start] = torch.tensor(prompt)
         tokens[row, start : start + n] = rollout.tokens[sequence, :n]
-        mask[row, start : start + n] = 1
+        mask[row, start : start + n] = rollout.mask[sequence, :n].float()
         logp[row, start : start + n] = rollout.logp[sequence, :n]
     chosen = advantages[sequences] if sequences else torch.zeros(1)
     tokens, mask = tokens.to(device), mask.to(device)

@@ -24,6 +24,7 @@ from plan.parameters import adapter_size, lora_parameters, merged_weights, on_ra
 
 DECODE_PARTS = 16  # in which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
+TURN_SECONDS = 1.0  # for which decoding waits for rollout.environment at a turn: a guess, see --turn-seconds
 DECODING = ("with graphs", "without graphs")
 MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
 
@@ -251,6 +252,7 @@ def step_times(
     prompt: float,
     completion: float,
     longest: float,
+    turn_seconds: float = TURN_SECONDS,
 ) -> Times:
     """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens. ``longest``: of one completion."""
     rollout, recompute = cfg.rollout, int(cfg.model.recompute)
@@ -317,6 +319,11 @@ def step_times(
     }
     ranges = {name: spread(sum(seconds.values())) for name, seconds in decoding.items()}
     steps = sum(steps for steps, _ in parts)
+    if rollout.environment:
+        so_far = forward_flops(arch, equal_rows(sequences * sum(rounds), prompt + completion / 2, 0))
+        again = rollout.max_turns - 1 if rollout.kind.refills and waves > 1 else 0  # rows that left vLLM's prefix cache
+        causes["prefill"]["arithmetic"] += again * sum(so_far.values()) / rate
+        causes["environment"] = {"answers": rollout.max_turns * len(rounds) * turn_seconds}
     return Times(causes, steps, ranges, waves, micro_batches)
 
 
@@ -358,13 +365,21 @@ def _decoding(
     return dict(causes)
 
 
-def assumptions(hardware: Hardware, prompt: float, completion: float, longest: float, dynamic_rounds: int = 0) -> str:
-    """The assumptions behind the seconds, in one line."""
+def assumptions(
+    hardware: Hardware,
+    prompt: float,
+    completion: float,
+    longest: float,
+    dynamic_rounds: int = 0,
+    turn_seconds: float = 0.0,
+) -> str:
+    """The assumptions behind the seconds, in one line. ``turn_seconds``: 0 without an environment."""
     graphs, eager, launch = (
         three_digits(1e6 * seconds)
         for seconds in (hardware.graph_layer_seconds, hardware.eager_layer_seconds, hardware.launch_seconds)
     )
     dropped = f"each of {dynamic_rounds} more rounds samples {EQUAL_GROUPS:.0%} of the groups of the one before, "
+    answers = f"all turns of rollout.max_turns, {turn_seconds:g} s for the answers to each (--turn-seconds), "
     return (
         f"{hardware.flops / 1e12:g} TFLOP/s at {hardware.training_share:.1%} in training, "
         f"{hardware.bandwidth / 1e12:g} TB/s, {hardware.link / 1e9:g} GB/s link at {hardware.link_share:.0%}, "
@@ -372,5 +387,5 @@ def assumptions(hardware: Hardware, prompt: float, completion: float, longest: f
         f"a layer of a decode step takes at least {graphs} us with graphs and {eager} us without, "
         f"a launch {launch} us, "
         f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
-        f"{dropped * (dynamic_rounds > 0)}an estimate, not a measurement"
+        f"{dropped * (dynamic_rounds > 0)}{answers * (turn_seconds > 0)}an estimate, not a measurement"
     )

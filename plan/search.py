@@ -43,6 +43,7 @@ class Setting:
     ranks_per_node: int
     prompt_tokens: float  # mean
     completion_tokens: float  # mean
+    turn_seconds: float = roofline.TURN_SECONDS  # for which decoding waits for rollout.environment at a turn
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
         setting.prompt_tokens,
         setting.completion_tokens,
         cfg.rollout.max_new_tokens,
+        setting.turn_seconds,
     )
     if memory.peak > capacity:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]

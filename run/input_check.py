@@ -28,10 +28,12 @@ from knobs import Config, DataConfig, EvalConfig, LossConfig, RewardConfig, Tiny
 from parallel_setup import launched_rank, launched_world_size
 from runlog import run_record
 from tasks import question_files
+from tasks.environment import Environment, Waiting
 from tasks.scoring import Call, Score, Scorer
 from weights import checkpoint, huggingface, tiny_model
 
 SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
+ASKED_TWICE = 4  # training questions about whose answers a user's environment is asked twice
 
 
 class Inputs(NamedTuple):
@@ -43,6 +45,7 @@ class Inputs(NamedTuple):
     questions: Questions
     held_out: dict[str, Questions]  # those of data.test_path under "", and those of eval.sets
     scorer: Scorer
+    environment: Environment | None  # of rollout.environment
 
     @property
     def pad_token(self) -> int:
@@ -87,12 +90,16 @@ def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, 
 
 
 def read_inputs(
-    cfg: Config, arch: Architecture, scorer: Scorer, beat: Callable[..., None] = lambda done="": None
+    cfg: Config,
+    arch: Architecture,
+    scorer: Scorer,
+    beat: Callable[..., None] = lambda done="": None,
+    waiting: Waiting = contextlib.nullcontext,
 ) -> Inputs:
     """The tokenizer and the questions with their prompts; no weight is read. ``beat`` is called after each prompt.
 
-    InputError for a file that cannot be used, for too few questions, and for a held-out question among those of the
-    training.
+    InputError for a file that cannot be used, for too few questions, for a held-out question among those of the
+    training, and for an environment that cannot be used. ``waiting``: see tasks/environment.py.
     """
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
@@ -125,7 +132,10 @@ def read_inputs(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
             f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
         )
-    return Inputs(arch, tokenizer, stop_tokens, questions, held_out, scorer)
+    environment = data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer, waiting)
+    if environment:
+        check_environment(environment, [questions[i] for i in range(min(ASKED_TWICE, len(questions)))], arch)
+    return Inputs(arch, tokenizer, stop_tokens, questions, held_out, scorer, environment)
 
 
 def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
@@ -135,7 +145,7 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
     """
     if not reward.check_gold:
         return
-    first, ranks = (launched_rank(), launched_world_size()) if scorer.workers else (0, 1)
+    first, ranks = (launched_rank(), launched_world_size()) if scorer.in_processes else (0, 1)
     sets = {"held-out": train, **data_gsm8k.of_sets(train, evaluation.sets)}
     for kind, data, split in [("training", train, "train"), *((name, data, "test") for name, data in sets.items())]:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
@@ -171,6 +181,29 @@ def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, sc
     functions.compare_orders(loss)
 
 
+def check_environment(environment: Environment, questions: Sequence[Question], arch: Architecture) -> None:
+    """InputError unless the user's environment repeats itself, and its tokens are in the model's vocabulary.
+
+    It is asked about the data's answers: each to the first of every text of rollout.stop in it, and the whole one.
+    """
+    if (size := len(environment.tokenizer)) > arch.vocab_size:
+        raise InputError(
+            f"rollout.environment: the tokenizer has {size} tokens, the model {arch.vocab_size}; needed: a tokenizer "
+            "that gives no other tokens than the model has"
+        )
+    ends, calls = list(environment.stops), []
+    if environment.template.end is not None:
+        ends.append(environment.tokenizer.decode([environment.template.end]))
+    for one in questions:
+        for end in ends:
+            calls.append(([one.answer.partition(end)[0] + end], one.columns))
+    if environment.answers(calls) != environment.answers(calls[::-1])[::-1]:
+        raise InputError(
+            f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; needed: "
+            "an answer that depends on its arguments alone"
+        )
+
+
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
     """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
@@ -188,7 +221,8 @@ def report(cfg: Config, ranks: int) -> str:
         devices.resolve(cfg.device)
     except InputError as error:
         elsewhere = f"not judged: the device and the engine on it ({error})\n"
-    with contextlib.closing(Scorer(cfg.reward)) as scorer, tempfile.TemporaryDirectory() as temporary:
+    scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)
+    with contextlib.closing(scorer), tempfile.TemporaryDirectory() as temporary:
         arch = check_settings(cfg, ranks, with_device=not elsewhere)
         check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
@@ -216,6 +250,7 @@ def report(cfg: Config, ranks: int) -> str:
         f"the first prompt of step {step + 1}, as the model sees it ({len(first.prompt)} tokens):\n"
         f"{textwrap.indent(prompt, '    ')}\n"
         f"a right answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
+        f"{inputs.environment.shown() if inputs.environment else ''}"
         f"{elsewhere}a start {start}; the input is usable"
     )
 

@@ -88,7 +88,14 @@ class Run:
         """Evaluate the policy after ``after_steps`` steps, which ``engine`` has, and log the result. Collective."""
         cfg, inputs = self.cfg, self.inputs
         summary, outcomes = evaluate.evaluate(
-            engine, inputs.held_out, inputs.score, cfg.eval, cfg.rollout, self.parallel, self.heartbeat.beat
+            engine,
+            inputs.held_out,
+            inputs.score,
+            cfg.eval,
+            cfg.rollout,
+            self.parallel,
+            self.heartbeat.beat,
+            inputs.environment,
         )
         headlines = {name: evaluate.headline(summary, name) for name in inputs.held_out}
         self.log.log_eval(after_steps, summary, outcomes)
@@ -106,8 +113,9 @@ class Run:
                 "gold": asked[0].gold,
                 "completion": rollout.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
                 "reward": batch.rewards[0, index].item(),
-                "tokens": len(completion.tokens),
+                "tokens": sum(completion.mask),
             }
+            | ({"environment_tokens": given} if (given := completion.mask.count(False)) else {})
             for index, completion in enumerate(first)
         ]
 
@@ -116,6 +124,8 @@ class Run:
         if step + 1 in self.cfg.train.profile_steps:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
+        if self.inputs.environment:
+            self.inputs.environment.seconds = 0.0  # an evaluation's are left
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
@@ -138,6 +148,9 @@ class Run:
         peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
         self.peak = max(self.peak, peak)
         timing = timer.timing(sampled.num_tokens)
+        if self.inputs.environment:
+            timing["timing/environment_s"] = round(self.inputs.environment.seconds, 4)
+            timing["timing/generate_s"] -= timing["timing/environment_s"]  # the phases add up to the step
         speed = self.speed(sampled, learner.trained, timing)
         self.log.log_step(step + 1, metrics, timing | speed | device_memory(peak))
         self.end_step(step)

@@ -52,7 +52,7 @@ class Start:
     def read_inputs(self, arch: Architecture) -> Inputs:
         """Read the tokenizer and the questions, after all ranks have met."""
         self.heartbeat.beat("the meeting of all ranks")
-        return input_check.read_inputs(self.cfg, arch, self.scorer, self.heartbeat.beat)
+        return input_check.read_inputs(self.cfg, arch, self.scorer, self.heartbeat.beat, self.heartbeat.waiting)
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def started(cfg: Config) -> Iterator[Start]:
     log = RunLog(cfg, parallel_setup.launched_rank())
     heartbeat = Heartbeat(cfg.train.stall_seconds, log)
     progress.end_on_signals(log.reached, log.note)
-    scorer = Scorer(cfg.reward, heartbeat.beat)  # its processes begin before the device does
+    scorer = Scorer(cfg.reward, heartbeat.beat, cfg.rollout.environment)  # its processes begin before the device does
     try:
         yield Start(cfg, log, heartbeat, scorer)
     except Exception as error:

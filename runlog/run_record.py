@@ -216,7 +216,7 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     # inputs.json says train for data.train_path.
     read = data_files(cfg.data, cfg.eval)
     used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in read.items()}
-    own = {f"{key} {name}": path for key, name, path in functions.files(cfg.reward, cfg.loss)}
+    own = {f"{key} {name}": path for key, name, path in functions.files(cfg.reward, cfg.loss, cfg.rollout)}
     return {
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},

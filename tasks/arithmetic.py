@@ -135,3 +135,14 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operati
 def solution(lines: Sequence[Line]) -> str:
     """The worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
     return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
+
+
+def annotated(answer: str) -> str:
+    """Rewrite a solution with calls of GSM8K's calculator and their results: `<<37-25=12>>\\n#### 12`."""
+    lines, result = answer.splitlines()[:-1], 0
+    for index, line in enumerate(lines):
+        x, sign, y, *_ = line.split()
+        x = str(result) if index else x  # a later operation goes on from the calculator's result
+        result = OPERATIONS[sign](int(x), int(y))
+        lines[index] = f"<<{x}{sign}{y}={result}>>"
+    return "\n".join([*lines, f"#### {result}"])

@@ -1,9 +1,9 @@
 """Scores of completions: the reward that is learned from, whether an answer was found, and whether it is correct.
 
-reward.method computes them in this process. reward.function and the method math may hang or crash, so they are called
-in processes of their own, one call at a time in each. These are plain child processes, not those of multiprocessing or
-pebble: with its method spawn each of them would import the trainer and torch, and with fork a later one would copy a
-process that has started a device.
+reward.method computes them in this process. reward.function, the method math and rollout.environment may hang or crash,
+so they are called in processes of their own, one call at a time in each. These are plain child processes, not those of
+multiprocessing or pebble: with its method spawn each of them would import the trainer and torch, and with fork a later
+one would copy a process that has started a device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe, TimeoutError
 from multiprocessing.connection import Connection
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import reward_gsm8k
 from facts.exits import InputError
@@ -43,6 +43,8 @@ START_SECONDS = 120  # to import the file, which may import a large package
 IMPORTING = "importing"  # what a process sends when an import begins, and when it ends
 MOST = 8  # workers of a rank
 NEEDED = "needed: a number, or (number, answer found, correct), both of these bool"
+ENVIRONMENT = "rollout.environment"
+NEEDED_TEXT = "needed: a text, or None where the completion ends"
 
 
 class Call(NamedTuple):
@@ -66,18 +68,20 @@ class Failure(NamedTuple):
     trace: str = ""  # the traceback of an exception
 
 
-class Scorer:
-    """The reward of a run. Make it before the device is started: it may start processes."""
+class Pool:
+    """Processes that import the functions of a user and call them. Start them before the device."""
 
-    def __init__(self, reward: RewardConfig, beat: Callable[[], None] = lambda: None) -> None:
-        """``beat`` is called at least once a second while the processes work."""
-        self.reward, self.beat = reward, beat
-        self.name = f"reward.function: {reward.function}" if reward.function else f"reward.method: {reward.method}"
+    def __init__(self, functions: Mapping[str, str], beat: Callable[[], None] = lambda: None) -> None:
+        """``functions``: key -> FILE.py:NAME; each process imports all of them, and without any there is no process.
+
+        ``beat`` is called at least once a second while the processes work.
+        """
+        self.functions, self.beat = functions, beat
         self.workers: list[Worker] = []
-        if not (reward.function or reward.method == "math"):
+        if not functions:
             return
         count = max(1, min(MOST, usable_cores() // variable("LOCAL_WORLD_SIZE", 1, 1, 2**16)))
-        self.workers = [Worker(self.name, reward.function or MATH) for _ in range(count)]
+        self.workers = [Worker(functions) for _ in range(count)]
         self.threads = ThreadPool(count)  # each waits for the answer of one process at a time
         try:
             self.threads.map(Worker.wait_for_start, self.workers)
@@ -88,50 +92,35 @@ class Scorer:
         for worker in self.workers:
             self.idle.put(worker)
 
-    def __call__(self, calls: Sequence[Call]) -> list[Score]:
-        """The score of each completion, in their order.
+    def results(self, key: str, calls: Sequence[tuple], seconds: float) -> Iterator[Any]:
+        """Yield what the function of ``key`` makes of each of the ``calls``, in their order, or a Failure.
 
-        InputError if a call of reward.function fails or takes too long (its traceback is printed), or if the method
-        cannot compare anything with the gold answer. The method math finds no answer in a completion that takes it too
-        long.
+        A call may take ``seconds``.
         """
-        if not self.workers:
-            return [self._of_method(call) for call in calls]
-        results = self.threads.imap(self._ask, calls)
-        return [self._judged(call, self._next(results)) for call in calls]
+        results = self.threads.imap(lambda call: self._ask(key, call, seconds), calls)
+        for _ in calls:
+            yield self._next(results)
 
-    def _of_method(self, call: Call) -> Score:
-        try:
-            reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
-        except ValueError as error:  # a gold answer that is no number
-            raise InputError(
-                f"{self.name}: {error}; other answers need reward.method math or a reward.function"
-            ) from None
-        return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
-
-    def _ask(self, call: Call) -> Score | Failure:
+    def _ask(self, key: str, call: tuple, seconds: float) -> Any:
         """In a thread: what a process that is idle makes of the call."""
         worker = self.idle.get()
         try:
-            return worker.ask(call, self.reward.seconds)
+            return worker.ask(key, call, seconds)
         finally:
             self.idle.put(worker)
 
-    def _next(self, results: IMapIterator) -> Score | Failure:
+    def _next(self, results: IMapIterator) -> Any:
         while True:
             self.beat()
             with contextlib.suppress(TimeoutError):
                 return results.next(timeout=1)
 
-    def _judged(self, call: Call, result: Score | Failure) -> Score:
-        if isinstance(result, Score):
-            return result
-        if not self.reward.function:
-            return Score(0.0, False, False)
-        sys.stderr.write(result.trace)
+    def refuse(self, key: str, failure: Failure, row: Mapping[str, Any], what: str, text: str) -> NoReturn:
+        """Raise the InputError of a call that failed, and print its traceback. ``what``: the name of its ``text``."""
+        sys.stderr.write(failure.trace)
         raise InputError(
-            f"{self.name} {result.cause}; question {str(call.row.get('question', call.row))[:60]!r}, "
-            f"completion {call.completion[:60]!r}"
+            f"{key}: {self.functions[key]} {failure.cause}; question {str(row.get('question', row))[:60]!r}, "
+            f"{what} {text[:60]!r}"
         )
 
     def close(self) -> None:
@@ -146,27 +135,73 @@ class Scorer:
             worker.end()
 
 
-class Worker:
-    """A process that imports a function and then answers calls. Where it has ended, the next call starts another."""
+class Scorer(Pool):
+    """The reward of a run; its processes also call rollout.environment. Make it before the device is started."""
 
-    def __init__(self, key: str, named: str) -> None:
-        self.key, self.named = key, named
+    def __init__(
+        self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
+    ) -> None:
+        """``beat``: see Pool. ``environment``: the function of rollout.environment, if there is one."""
+        self.reward = reward
+        self.key = "reward.function" if reward.function else "reward.method"
+        self.name = f"{self.key}: {reward.function or reward.method}"
+        functions = {self.key: reward.function or MATH} if reward.function or reward.method == "math" else {}
+        self.in_processes = bool(functions)
+        super().__init__(functions | ({ENVIRONMENT: environment} if environment else {}), beat)
+
+    def __call__(self, calls: Sequence[Call]) -> list[Score]:
+        """The score of each completion, in their order.
+
+        InputError if a call of reward.function fails or takes too long (its traceback is printed), or if the method
+        cannot compare anything with the gold answer. The method math finds no answer in a completion that takes it too
+        long.
+        """
+        if not self.in_processes:
+            return [self._of_method(call) for call in calls]
+        results = self.results(self.key, calls, self.reward.seconds)
+        return [self._judged(call, result) for call, result in zip(calls, results, strict=True)]
+
+    def _of_method(self, call: Call) -> Score:
+        try:
+            reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
+        except ValueError as error:  # a gold answer that is no number
+            raise InputError(
+                f"{self.name}: {error}; other answers need reward.method math or a reward.function"
+            ) from None
+        return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
+
+    def _judged(self, call: Call, result: Score | Failure) -> Score:
+        if isinstance(result, Score):
+            return result
+        if not self.reward.function:
+            return Score(0.0, False, False)
+        self.refuse(self.key, result, call.row, "completion", call.completion)
+
+
+class Worker:
+    """A process that imports functions and then answers calls. Where it has ended, the next call starts another."""
+
+    def __init__(self, functions: Mapping[str, str]) -> None:
+        self.functions = functions
         self.start()
 
     def start(self) -> None:
         self.connection, theirs = Pipe()
         end = theirs.fileno()
-        command = [sys.executable, "-c", START, str(ROOT), self.key.partition(":")[0], self.named, str(end)]
+        command = [sys.executable, "-c", START, str(ROOT), str(end)]
+        for key, named in self.functions.items():
+            command += [key, named]
         self.process = subprocess.Popen(command, pass_fds=[end], stdin=subprocess.DEVNULL)
         theirs.close()
 
     def wait_for_start(self) -> None:
-        """InputError if the function cannot be imported, or cannot be called with the arguments of a Call."""
-        problem = self.answer(START_SECONDS)
-        if isinstance(problem, Failure):
-            raise InputError(f"{self.key} {problem.cause} while it was imported")
-        if problem:
-            raise InputError(problem)
+        """InputError if a function cannot be imported, or cannot be called with its ARGUMENTS."""
+        for key, named in self.functions.items():
+            problem = self.answer(START_SECONDS)
+            if isinstance(problem, Failure):
+                raise InputError(f"{key}: {named} {problem.cause} while it was imported")
+            if problem:
+                raise InputError(problem)
 
     def restart(self) -> None:
         """Start another process in place of one that has ended."""
@@ -174,14 +209,15 @@ class Worker:
         self.start()
         self.wait_for_start()
 
-    def ask(self, call: Call, seconds: float) -> Score | Failure:
+    def ask(self, key: str, call: tuple, seconds: float) -> Any:
+        """What the function of ``key`` makes of the arguments ``call``, or a Failure."""
         if self.process.poll() is not None:
             self.restart()
         try:
-            self.connection.send(tuple(call))
+            self.connection.send((key, tuple(call)))
         except OSError:  # the process has just ended
             self.restart()
-            self.connection.send(tuple(call))
+            self.connection.send((key, tuple(call)))
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> Any:
@@ -219,27 +255,32 @@ class Worker:
 # --------------------------------------------------------------------------------------------- in the worker's process
 
 
-def serve(key: str, named: str, end: str) -> None:
-    """Import the function, then answer calls until the other end is closed."""
+def serve(end: str, *functions: str) -> None:
+    """Import the functions, then answer calls until the other end is closed. ``functions``: keys and FILE.py:NAME."""
     connection = Connection(int(end))
-    os.dup2(2, 1)  # what the function prints does not mix with the output of a command
+    os.dup2(2, 1)  # what a function prints does not mix with the output of a command
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
     with contextlib.suppress(AttributeError, OSError):
         # PR_SET_PDEATHSIG of Linux, so that a call that hangs ends, too: with the thread that started this process, the
-        # main thread or one of Scorer.threads.
+        # main thread or one of Pool.threads.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    try:
-        function = load(key, named, *Call._fields)
-    except InputError as error:
-        connection.send(str(error))
-        return
-    connection.send("")
+    imported = {}
+    for key, named in zip(functions[::2], functions[1::2], strict=True):
+        arguments = ("turns", "row") if key == ENVIRONMENT else Call._fields
+        try:
+            imported[key] = load(key, named, *arguments)
+        except InputError as error:
+            connection.send(str(error))
+            return
+        connection.send("")
     busy = threading.Lock()
     builtins.__import__ = announcing(builtins.__import__, connection, busy)
     importlib.import_module = announcing(importlib.import_module, connection, busy)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            connection.send(result_of(function, connection.recv()))
+            key, call = connection.recv()
+            checked = text_of if key == ENVIRONMENT else score_of
+            connection.send(result_of(imported[key], call, checked))
 
 
 def announcing(plain: Callable[..., Any], connection: Connection, busy: threading.Lock) -> Callable[..., Any]:
@@ -261,15 +302,26 @@ def announcing(plain: Callable[..., Any], connection: Connection, busy: threadin
     return announced
 
 
-def result_of(function: Callable[..., Any], call: tuple) -> Score | Failure:
-    """What the function returns; a Failure for an exception and for anything that is no score.
+def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
+    """Return what the function returns, ``checked``, or a Failure for an exception."""
+    try:
+        return checked(function(*call))
+    except (Exception, SystemExit) as error:
+        return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def text_of(value: Any) -> str | None | Failure:
+    """Return the environment's text or None, a Failure for anything else. Raises UnicodeError for surrogates."""
+    if isinstance(value, str):
+        return value.encode().decode()  # a plain str, whatever class of the user's file the value has
+    return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}") if value is not None else None
+
+
+def score_of(value: Any) -> Score | Failure:
+    """Return the score that a reward returned, a Failure for anything that is none.
 
     A number alone counts as correct from 1.0 on.
     """
-    try:
-        value = function(*call)
-    except (Exception, SystemExit) as error:
-        return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
     try:
         reward, found, correct = value if isinstance(value, tuple) else (value, True, float(value) >= 1.0)
         score = Score(float(reward), bool(found), bool(correct))

@@ -62,8 +62,9 @@ def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
 
     It has positions for rows of ``row_tokens``, and its tokenizer and warm start learn the arithmetic of ``data``.
     """
+    settings = tiny.model_dump(mode="json")
     return {
-        "tiny_model": tiny.model_dump(mode="json"),
+        "tiny_model": {key: value for key, value in settings.items() if key != "teacher_calls" or value},
         "config": hf_config.tiny_settings(tiny, row_tokens),
         "operands": [arithmetic.LOWEST_OPERAND, data.operand_high],
     } | ({"operations": [1, data.operations_high]} if data.operations_high > 1 else {})
@@ -255,7 +256,9 @@ def _word_problem(
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
-    return prompt, sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
+    answer = sloppy_solution(problem, rng, tiny.teacher_right, tiny.teacher_wrong_operation)
+    calls = tiny.teacher_calls and rng.random() < tiny.teacher_calls
+    return prompt, arithmetic.annotated(answer) if calls else answer
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:

@@ -95,3 +95,16 @@ def one_value(x):
 
 def flat(x):
     return x.logp.sum(), {}
+
+
+def silent(turns, row):
+    """No answer: after an end token a row ends, after other texts the policy goes on."""
+    return None if turns[-1].endswith("<|im_end|>") else ""
+
+
+def environment(turns, row):
+    """An answer of at most three characters, which depends on the turn; to some turns none, after which a row ends."""
+    number = sum(turns[-1].encode()) % 5
+    if turns[-1].endswith("<|im_end|>"):
+        return None if len(turns) > 3 else f"[{number}]"
+    return None if number == 4 else "=" * number

@@ -1,8 +1,9 @@
 """All faults that have a name, which tests plant in a forked process and `pytest --plant NAME` in a whole session.
 
 Here are those of what samples: the push, the memory that trainer and sampler share, and the drawing of tokens. Those of
-the trainer are in planted_step.py and planted_trainer.py. A fault without a number of a rank is planted on every rank.
-In a session it reaches the forked worlds of the tests, but no program that a test starts.
+the trainer are in planted_step.py and planted_trainer.py, those of an environment's turns in planted_turns.py. A fault
+without a number of a rank is planted on every rank. In a session it reaches the forked worlds of the tests, but no
+program that a test starts.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import planted_step
 import planted_trainer
+import planted_turns
 import pytest
 import torch
 from planted_trainer import sharpened
@@ -224,10 +226,10 @@ def without_end(_: None, sampler: TorchSampler, *__) -> None:
     sampler.is_stop[:] = False
 
 
-def swapped(real: Callable, *args) -> Sampled:
+def swapped(real: Callable, *args, **more) -> Sampled:
     """rollout.sample_step that samples step 3 before step 2, and gives each out as the other one."""
     *others, step = args
-    return real(*others, {1: 2, 2: 1}.get(step, step))
+    return real(*others, {1: 2, 2: 1}.get(step, step), **more)
 
 
 def of_another_rank(dimension: str, kind: str) -> Plant:
@@ -248,6 +250,7 @@ def of_another_rank(dimension: str, kind: str) -> Plant:
 FAULTS: dict[str, Plant] = {
     **planted_trainer.FAULTS,
     **planted_step.FAULTS,
+    **planted_turns.FAULTS,
     "experts of layer 1 are pushed without their update": stacks_otherwise(
         lambda sync, name, value: without_lora(sync, name) if ".layers.1." in name else value
     ),

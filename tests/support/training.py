@@ -129,7 +129,7 @@ def train_each(jobs: list[tuple[str, Config]], lenient: bool = True) -> None:
 
 def start(cfg: Config, layout: str) -> None:
     """A training in the world of this process, which is open."""
-    with contextlib.closing(Scorer(cfg.reward)) as scorer:
+    with contextlib.closing(Scorer(cfg.reward, environment=cfg.rollout.environment)) as scorer:
         arch = input_check.check_settings(cfg, world.LAYOUTS[layout][0])
         input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
         parallel = world.open_layout(layout)

@@ -50,7 +50,7 @@ def rows_of(batch: Rollout) -> Rows:
         tokens[s, :first] = torch.tensor(prompt)
         tokens[s, first:end] = batch.tokens[s, :length]
         sampled[s, first:end] = batch.logp[s, :length].double()
-        own[s, first:end] = True
+        own[s, first:end] = batch.mask[s, :length]
     return Rows(tokens, own[:, 1:], sampled[:, 1:])
 
 
@@ -249,6 +249,10 @@ def rollout_of(path: Path, factors: Named) -> Rollout:
     lengths = torch.randint(1, NEW_TOKENS + 1, (sequences,), generator=generator).tolist()
     own = torch.arange(NEW_TOKENS) < torch.tensor(lengths)[:, None]
     tokens = torch.randint(1, 128, own.shape, generator=generator) * own
+    ends = torch.arange(NEW_TOKENS) == torch.tensor(lengths)[:, None] - 1
+    given = own & ~ends & (torch.rand(own.shape, generator=generator) < 0.4)  # by an environment, between own tokens
+    given[:, 0] = False
+    own &= ~given
     batch = Rollout(
         prompts=PROMPTS,
         tokens=tokens,
@@ -258,6 +262,7 @@ def rollout_of(path: Path, factors: Named) -> Rollout:
         rewards=torch.tensor(REWARDS),
         parsable=torch.ones(len(PROMPTS), GROUP),
         correct=torch.zeros(len(PROMPTS), GROUP),
+        mask=own,
     )
     rows, model = rows_of(batch), lora_reference.load(path)
     with torch.no_grad():

@@ -21,11 +21,12 @@ import published
 import pytest
 import reference
 import torch
+import turns_ranks
 import vllm_ranks
 import world
 from as_if_on import as_if_on
 from lockstep_ranks import CALLS
-from sampled import DENSE, FREE, HEADS
+from sampled import DENSE, FREE, HEADS, embedded
 from source import ROOT
 from tiers import asked, nightly
 from vllm_ranks import PROMPTS, SEEDS, STALE, perturbed
@@ -94,6 +95,29 @@ def test_two_replicas_and_one_of_two_ranks_sample_what_one_rank_samples(
                     expected = reference.logp(model.hf, prompt, tokens)
                     for found in (logp, logp_2):
                         assert (torch.tensor(found) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_ranks_have_the_turns_of_one(sampled_models, vllm_imported, tmp_path: Path) -> None:
+    """One replica, whose first rank alone asks the environment; and lockstep, with fewer turns, or without prompts."""
+    model = sampled_models("qwen3")
+    dense = reference.save("qwen2_moe", tmp_path / "dense", **DENSE)
+    codes = world.as_torchrun(2, turns_ranks.main, str(tmp_path), str(dense), str(model.path), log=tmp_path / "log")
+    assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    first, second = of_ranks(tmp_path, "{rank}.json")
+    (rows, asked), (same, never) = (rank.pop("one replica") for rank in (first, second))
+    assert rows == same and asked > never == 0
+    alone = embedded(model, turns_ranks.STOPS).sample(
+        turns_ranks.SHARED, seeds=[5, 6], turns=turns_ranks.turns(50, 3, []), **turns_ranks.SETTINGS
+    )
+    assert rows == [[[one.tokens, one.mask, one.finish_reason] for one in group] for group in alone]
+    assert any(not all(mask) for group in rows for _, mask, _ in group)
+    for rank in (first, second):
+        for name in ("both", "one"):
+            assert rank[f"OnCpu {name}"] == rank[f"VllmEngine {name}"]
+    assert first["OnCpu both"][0] and second["OnCpu one"] == [[], 0]
 
 
 @pytest.mark.ci

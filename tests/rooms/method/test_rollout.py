@@ -227,6 +227,43 @@ def test_every_rank_knows_the_same_rollout_whoever_sampled_it(num_prompts, tmp_p
     assert not torch.equal(other_step.tokens, alone.tokens)
 
 
+class TalkingEngine(EchoEngine):
+    """An environment gives the second and third token of each group's first answer, once with the token 0."""
+
+    def sample(self, prompts, **rest):
+        groups = super().sample(prompts, **rest)
+        for first, *_ in groups:
+            first.tokens[1:3], first.logp[1:3], first.mask[1:3] = [0, 127], [0.0, 0.0], [False, False]
+        return groups
+
+
+def talked(cfg: Config) -> tuple[Rollout, dict[str, float]]:
+    ranks = torch.distributed.get_world_size()
+    parallel = world.open_layout({1: "TP1", 2: "TP2"}[ranks])
+    questions = Questions([Question(f"q{i}", "", "", [1, 40 + i]) for i in range(9)], 0)
+    engine = TalkingEngine()
+    sampled = rollout.sample_step(
+        engine, questions, lambda answers: [Score(len(one.tokens), True, True) for _, one in answers], cfg, parallel, 7
+    )
+    assert sampled.num_tokens == sum(sampled.batch.lengths)
+    return sampled.batch, rollout.metrics(sampled)
+
+
+def test_the_environments_tokens_reach_every_rank_with_a_mask_and_count_apart(tmp_path: Path) -> None:
+    keys = {"group_size": 2, "max_new_tokens": 8, "prompts_per_step": 3}
+    cfg = training.config(tmp_path, tmp_path, **{f"rollout__{key}": value for key, value in keys.items()})
+    ((batch, metrics),) = training.in_world("TP1", talked, cfg)
+    assert batch.lengths == [6, 8] * 3 and batch.sampled_lengths == [4, 8] * 3
+    assert batch.tokens[::2, 1:3].tolist() == [[0, 127]] * 3
+    assert batch.mask.tolist() == [[True, False, False, True, True, True, False, False], [True] * 8] * 3
+    digits = batch.tokens[::2, 3:5].sum().item()
+    assert metrics["rollout/entropy"] == pytest.approx((3 * 0.75 + digits + 3 * 8 * 1.5) / (3 * 4 + 3 * 8))
+    assert (metrics["response_length/mean"], metrics["response_length/max"]) == (6, 8)
+    assert (metrics["environment/turns_mean"], metrics["environment/tokens_mean"]) == (1.5, 1)
+    for found, _ in training.in_world("TP2", talked, cfg):
+        same(found, batch)
+
+
 class CountingEngine(EchoEngine):
     calls = 0
 
@@ -359,7 +396,7 @@ class SeedEngine:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature):
+    def sample(self, prompts, *, seeds, num_samples, max_new_tokens, temperature, turns):
         if temperature == 0.0:
             self.calls.append(len(prompts))
             return [[Completion([prompt[-1]], [], "stop")] for prompt in prompts]

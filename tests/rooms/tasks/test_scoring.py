@@ -459,7 +459,7 @@ def test_ranks_share_the_gold_answers_of_a_slow_reward(first: int, tmp_path: Pat
         asked.extend(call.row["question"] for call in calls)
         return [Score(1.0, True, True)] * len(calls)
 
-    scorer.workers, scorer.name = True, "a slow reward"
+    scorer.in_processes, scorer.name = True, "a slow reward"
     cfg = load_config("configs/tiny_cpu.yaml", ["data.num_train=200", "data.num_test=70"])
     input_check.check_answers(cfg.reward, cfg.data, cfg.eval, scorer)
     rows = [row.question for split in ("train", "test") for row in data_gsm8k.read(cfg.data, split)[0][first::3]]

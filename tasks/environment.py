@@ -1,0 +1,166 @@
+"""The environment of a completion: a user's function that answers the turns of the policy (rollout.environment).
+
+Text that the policy wrote is never tokenised again. The answer is tokenised once, alone, and its tokens are appended.
+After an end token the answer is a turn of the model's chat template. After a text of rollout.stop it follows as it is,
+within the policy's turn. The function runs in the processes of tasks/scoring.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from facts.exits import InputError
+from knobs import RolloutConfig
+from tasks.question_files import Question
+from tasks.scoring import ENVIRONMENT, Failure, Pool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Waiting = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Turn(NamedTuple):
+    """A completion whose policy may have ended its turn with the last token."""
+
+    prompt: int  # its number in the engine's call
+    tokens: list[int]  # of the completion so far
+    mask: list[bool]  # as in Completion
+    left: int  # new tokens that it may still have
+
+
+class Reply(NamedTuple):
+    """The tokens that follow a Turn. Without tokens and reason the turn has not ended: the policy goes on."""
+
+    tokens: list[int] = []  # of the environment
+    reason: str = ""  # the finish_reason of a completion that ends here
+
+
+class Turns(NamedTuple):
+    """The environment of the completions of an engine's call."""
+
+    may_end: frozenset[int]  # the tokens after which `reply` is asked, end tokens among them
+    reply: Callable[[Sequence[Turn]], list[Reply]]
+    waiting: Waiting = contextlib.nullcontext  # in which a rank waits for another one that asks
+
+
+class Template(NamedTuple):
+    """How a chat template goes on after the policy's turn: with the environment's turn, then the policy's next one."""
+
+    end: int | None = None  # the token that ends the policy's turn; None: there is no chat template
+    before: Sequence[int] = ()  # the tokens between it and the environment's text
+    after: Sequence[int] = ()  # the tokens between that text and the policy's next turn
+
+
+class Environment:
+    """The function of rollout.environment, which takes texts, for an engine, which has tokens."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: Collection[int],
+        template: Template,
+        pool: Pool,
+        waiting: Waiting = contextlib.nullcontext,
+    ) -> None:
+        if template.end is None and not rollout.stop:
+            raise InputError(
+                "rollout.stop: found none; needed: a text that ends a turn, or a model with a chat template"
+            )
+        self.rollout, self.tokenizer, self.pool, self.waiting = rollout, tokenizer, pool, waiting
+        self.template, self.stop_tokens, self.stops = template, frozenset(stop_tokens), rollout.stop
+        self.may_end = self.stop_tokens | self._completing()
+        self.seconds = 0.0  # for which decoding has waited for the function, since somebody set it to 0
+
+    def turns(self, questions: Sequence[Question]) -> Turns:
+        """Return the turns of an engine's call whose prompts are those of ``questions``."""
+        return Turns(
+            self.may_end, lambda turns: self.reply([questions[turn.prompt] for turn in turns], turns), self.waiting
+        )
+
+    def reply(self, questions: Sequence[Question], turns: Sequence[Turn]) -> list[Reply]:
+        """Return the reply to each of the ``turns``, whose questions these are. All are asked about together."""
+        replies = [self._without_asking(turn) for turn in turns]
+        asked = [index for index, reply in enumerate(replies) if reply is None]
+        spoken = [self.texts(turns[index].tokens, turns[index].mask) for index in asked]
+        answers = self.answers([(texts, questions[index].columns) for index, texts in zip(asked, spoken, strict=True)])
+        for index, texts, answer in zip(asked, spoken, answers, strict=True):
+            replies[index] = self._reply(turns[index], len(texts) // 2 + 1, answer)
+        return replies
+
+    def answers(self, calls: Sequence[tuple[list[str], dict[str, Any]]]) -> list[str | None]:
+        """Ask the function about each (turns, row). Raises InputError if a call fails or takes too long."""
+        began, answers = time.monotonic(), []
+        results = self.pool.results(ENVIRONMENT, calls, self.rollout.environment_seconds)
+        for (texts, row), result in zip(calls, results, strict=True):
+            if isinstance(result, Failure):
+                self.pool.refuse(ENVIRONMENT, result, row, "turn", texts[-1])
+            answers.append(result)
+        self.seconds += time.monotonic() - began
+        return answers
+
+    def _without_asking(self, turn: Turn) -> Reply | None:
+        """Return the reply to a turn that has not ended, or that another end token ended, otherwise None."""
+        if turn.tokens[-1] in self.stop_tokens:
+            return None if turn.tokens[-1] == self.template.end else Reply(reason="stop")
+        return None if self._stopped(turn.tokens, turn.mask) else Reply()
+
+    def _reply(self, turn: Turn, number: int, text: str | None) -> Reply:
+        """Return the reply to the ``number``-th turn of a completion, from the function's ``text``."""
+        by_end_token = turn.tokens[-1] in self.stop_tokens
+        if text is None:
+            return Reply(reason="stop" if by_end_token else "environment")
+        answer = self._ids(text)
+        if by_end_token:
+            answer = [*self.template.before, *answer, *self.template.after]
+        if answer and number >= self.rollout.max_turns:
+            return Reply(reason="turns")
+        if answer and len(answer) >= turn.left:
+            return Reply(reason="length")
+        return Reply(answer)
+
+    def shown(self) -> str:
+        """Return a line for `--check`: an answer to an end token, as the model sees it."""
+        if self.template.end is None:
+            return ""
+        tokens = [self.template.end, *self.template.before, *self._ids("ANSWER"), *self.template.after]
+        return f"after an end token the environment answers: {self.tokenizer.decode(tokens)!r}\n"
+
+    def texts(self, tokens: list[int], mask: list[bool]) -> list[str]:
+        """Return the turns of policy and environment alternately, without the template's parts."""
+        found, ended = [], False
+        for own, pairs in itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1]):
+            ids = [token for token, _ in pairs]
+            if not own and ended:
+                ids = ids[len(self.template.before) : len(ids) - len(self.template.after)]
+            found.append(self.tokenizer.decode(ids))
+            ended = ids[-1:] == [self.template.end]
+        return found
+
+    def _ids(self, text: str) -> list[int]:
+        """Tokenise ``text``. The name of a special token in it is plain text: a tool's result must not end a turn."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _stopped(self, tokens: list[int], mask: list[bool]) -> bool:
+        """Return whether the last token completes a text of rollout.stop in the policy's turn."""
+        turn = max((i + 1 for i, own in enumerate(mask) if not own), default=0)  # where it begins
+        window = tokens[max(turn, len(tokens) - 1 - max(map(len, self.stops), default=0)) :]
+        now, before = self.tokenizer.decode(window), self.tokenizer.decode(window[:-1])
+        return any(now.count(stop) > before.count(stop) for stop in self.stops)
+
+    def _completing(self) -> frozenset[int]:
+        """Return the tokens that can complete a text of rollout.stop: they hold it, or begin with an end of it."""
+        if not self.stops:
+            return frozenset()
+        texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
+        ends = tuple({stop[start:] for stop in self.stops for start in range(len(stop))})
+        return frozenset(
+            token
+            for token, text in enumerate(texts)
+            if text.startswith(ends) or any(stop in text for stop in self.stops)
+        )
