@@ -22,7 +22,7 @@ from facts.seeds import derive_seed
 from inputs.files import one_line, read_bytes, read_object, shown
 from knobs import GENERATED, DataConfig, Paths, RolloutConfig, listed
 from tasks import arithmetic, question_files
-from tasks.environment import Environment, Template, Waiting
+from tasks.environment import Environment, Template, Waiting, plain_ids
 from tasks.question_files import Question, Turn
 from tasks.scoring import Pool
 
@@ -239,11 +239,6 @@ def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Quest
         if answer:
             turns.append(("assistant", answer))
     return turns
-
-
-def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of ``text`` as plain text: what looks like a special token is spelled out."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
 def control_token(text: str, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, AddedToken]) -> str:

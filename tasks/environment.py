@@ -115,7 +115,7 @@ class Environment:
         by_end_token = turn.tokens[-1] in self.stop_tokens
         if text is None:
             return Reply(reason="stop" if by_end_token else "environment")
-        answer = self._ids(text)
+        answer = plain_ids(text, self.tokenizer)
         if by_end_token:
             answer = [*self.template.before, *answer, *self.template.after]
         if answer and number >= self.rollout.max_turns:
@@ -128,7 +128,7 @@ class Environment:
         """Return a line for `--check`: an answer to an end token, as the model sees it."""
         if self.template.end is None:
             return ""
-        tokens = [self.template.end, *self.template.before, *self._ids("ANSWER"), *self.template.after]
+        tokens = [self.template.end, *self.template.before, *plain_ids("ANSWER", self.tokenizer), *self.template.after]
         return f"after an end token the environment answers: {self.tokenizer.decode(tokens)!r}\n"
 
     def texts(self, tokens: list[int], mask: list[bool]) -> list[str]:
@@ -141,10 +141,6 @@ class Environment:
             found.append(self.tokenizer.decode(ids))
             ended = ids[-1:] == [self.template.end]
         return found
-
-    def _ids(self, text: str) -> list[int]:
-        """Tokenise ``text``. The name of a special token in it is plain text: a tool's result must not end a turn."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _stopped(self, tokens: list[int], mask: list[bool]) -> bool:
         """Return whether the last token completes a text of rollout.stop in the policy's turn."""
@@ -164,3 +160,8 @@ class Environment:
             for token, text in enumerate(texts)
             if text.startswith(ends) or any(stop in text for stop in self.stops)
         )
+
+
+def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of ``text``, in which the name of a special token is plain text and ends no turn."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
