@@ -32,7 +32,7 @@ from parallel_setup import Parallel
 from run import command
 from run.run import Run
 from run.start import Start, started
-from weights import huggingface
+from weights import huggingface, teacher
 from weights.policy import Policy
 
 
@@ -70,6 +70,8 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
 
     # What learns: the clipped objective, the KL to the reference, and AdamW on the factors.
     learner = Learner(cfg, policy, inputs.pad_token)
+    if cfg.loss.teacher:  # another adapter of the same base: on-policy distillation
+        learner.learn_from(teacher.read(cfg, arch))
     run.restore(learner)
 
     # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
