@@ -27,6 +27,7 @@ from inputs import teacher as teachers
 from runlog import run_record
 from weights import checkpoint
 
+OWN = ROOT / "tests" / "support" / "own.py"
 BF16 = {"model__dtype": "bf16"}
 ALONE = {"loss__advantage": "zero", "loss__kl": "none"}
 TWO_UPDATES = {"optim__prompts_per_update": 3, "train__steps": 2}
@@ -45,6 +46,13 @@ OPTIONS = {  # every kind of loss, and whatever adds to the loss or changes the 
         "loss__kind": f"{ROOT}/examples/loss_sapo.py:sapo",
         "rollout__dynamic_rounds": 2,
         "replay__mode": "r3",
+    },
+    "turns of an environment, Dr.GRPO": {
+        "rollout__environment": f"{OWN}:environment",
+        "rollout__stop": ("e", "t", "a", "1"),
+        "rollout__max_turns": 3,
+        "rollout__max_new_tokens": 24,
+        "loss__aggregate": "dr-grpo",
     },
     "int4, r2": {"model__quantisation": "int4", "replay__mode": "r2", **ALONE},
 }
