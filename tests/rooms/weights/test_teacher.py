@@ -1,7 +1,7 @@
 """The teacher's factors in the shapes of the policy's: the update of each matrix of the base is the teacher's own.
 
 The expected updates are scale x B A of the teacher's own factors, multiplied out here in float64. Refused files are in
-tests/rooms/inputs/test_bad_input.py, and training runs in tests/runs/test_teacher.py.
+tests/rooms/inputs/test_bad_input.py, and training runs in tests/runs/test_distillation.py.
 """
 
 from pathlib import Path
