@@ -62,6 +62,7 @@ class Question(NamedTuple):
     turns: Sequence[Turn] = ()  # the prompt as text: they end with a user turn
     columns: dict[str, Any] = {}  # all columns of the file
     where: str = ""  # the file and the number of the row
+    position: int = -1  # among the questions of its split, from 0
 
     @classmethod
     def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:
