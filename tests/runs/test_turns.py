@@ -77,7 +77,7 @@ def test_the_environments_tokens_are_counted_apart(runs) -> None:
 def test_an_environment_that_never_answers_changes_no_byte(model, tmp_path) -> None:
     """Also where it is asked after every token of a text, and after two steps, in metrics, evaluations and tensors."""
     changes = {"train__steps": 2, "train__checkpoint_every": 1, "eval__every": 1, "replay__mode": "r3"}
-    changes |= {"rollout__max_new_tokens": 24, "train__completions_logged": 4}
+    changes |= {"rollout__max_new_tokens": 24}
     silent = {"rollout__environment": f"{OWN}:silent", "rollout__stop": ("e", "t", "a", "1")}
     runs = training.run_all(
         {
