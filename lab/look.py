@@ -83,7 +83,7 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
     For ``limit`` questions of both kinds, those that changed most, an answer that changed follows, as it was and is.
     """
     old, new = completions.read(before), completions.read(after)
-    if asked(old) != asked(new):
+    if [row["question"] for row in old] != [row["question"] for row in new]:
         raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
     change = Counter(row["id"] for row in new if row["correct"])
     change.subtract(row["id"] for row in old if row["correct"])
@@ -95,11 +95,6 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
             pairs = [pair for pair in zip(old, new, strict=True) if pair[0]["id"] == name]
             lines += blocks(next([a, b] for a, b in pairs if b["correct"] - a["correct"] == direction), longest)
     return lines
-
-
-def asked(rows: list[Row]) -> list[tuple]:
-    """Return which question each row answers, and the number of the answer."""
-    return [(row["id"], row["sample"], row["question"]) for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a view

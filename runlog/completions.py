@@ -7,6 +7,7 @@ files of later steps. No checksum depends on them, so they may be deleted.
 import gzip
 import json
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,7 @@ def outcome(row: Row) -> str:
 
 def telling(rows: list[Row]) -> list[Row]:
     """Return a row of each outcome, as many as possible from the first question that has the most outcomes."""
-    kinds: dict[str, set[str]] = {}
-    for row in rows:
-        kinds.setdefault(row["id"], set()).add(outcome(row))
-    varied = sorted(rows, key=lambda row: len(kinds[row["id"]]), reverse=True)
+    kinds = Counter(name for name, _ in {(row["id"], outcome(row)) for row in rows})
+    varied = sorted(rows, key=lambda row: kinds[row["id"]], reverse=True)
     first = {outcome(row): row for row in reversed(varied)}
     return [first[kind] for kind in OUTCOMES if kind in first]
