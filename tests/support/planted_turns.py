@@ -9,11 +9,13 @@ import torch
 from planting import Plant, after, instead
 from pytest import MonkeyPatch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 import data_gsm8k
 import rollout
 from engines.torch_sampler import Given
 from model.batches import Rollout
+from tasks import environment as environments
 from tasks.environment import Environment, Reply, Template, Turn
 
 
@@ -29,8 +31,8 @@ def templates(change: Callable[[Template], Template]) -> Plant:
     return after(data_gsm8k, "turn_tokens", lambda template, *_: change(template))
 
 
-def controls(real: Callable, environment: Environment, text: str) -> list[int]:
-    return environment.tokenizer(text, add_special_tokens=False)["input_ids"]
+def controls(real: Callable, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def keeps_logp(real: Callable, given: Given, n: int, row_ids: Tensor, token: Tensor, logp: Tensor) -> tuple:
@@ -61,7 +63,7 @@ FAULTS: dict[str, Plant] = {
     "drawn tokens are in the place of given ones": instead(Given, "instead", keeps_drawn),
     "the newline after an end token is gone": templates(lambda template: template._replace(before=template.before[1:])),
     "no turn of the policy is opened": templates(lambda template: template._replace(after=[])),
-    "an answer has control tokens": instead(Environment, "_ids", controls),
+    "an answer has control tokens": instead(environments, "plain_ids", controls),
     "answers go to another row": after(Environment, "answers", lambda answers, *_: answers[::-1]),
     "turns are those of another question": instead(
         Environment, "turns", lambda real, environment, questions: real(environment, questions[::-1])
