@@ -164,6 +164,7 @@ CANNOT_JUDGE = {
     "smol": {"noise", "reference_kl"},
     "tiny_16": {"noise", "truncated", "gradient_spike", "reward_constant", "collapse"},  # three steps of 64 completions
     "tiny_cpu": {"noise"},
+    "tools_cpu": {"noise"},
 }
 
 
