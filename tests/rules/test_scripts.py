@@ -390,7 +390,7 @@ def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script:
         load_config(ROOT / path, [*overrides, "rollout.tensor=1"])
 
 
-@pytest.mark.parametrize("script", run_scripts.STARTS)
+@pytest.mark.parametrize("script", run_scripts.SCRIPTS)
 def test_gpus_sample_with_graphs_and_npus_without_until_they_have_run_there(script: str) -> None:
     path, overrides, _ = run_scripts.training(run_scripts.planned(script)[1])
     assert load_config(ROOT / path, overrides).rollout.enforce_eager == ("gpu" not in script)

@@ -155,7 +155,9 @@ def test_every_operator_of_kernels_is_checked() -> None:
     functions = inspect.getmembers(kernels, inspect.isfunction)
     public = {name for name, f in functions if not name.startswith("_") and f.__module__ == kernels.__name__}
     checked = {case.name.split()[0] for case in [*small_cases(), *small_cases("int4")]}
-    assert public - {"attention_mask", "sequences", "sortable"} - {"on_gpu", "takes_sequences"} == checked  # arguments; questions
+    assert (
+        public - {"attention_mask", "sequences", "sortable"} - {"on_gpu", "takes_sequences"} == checked
+    )  # arguments; questions
 
 
 @pytest.mark.parametrize("form", FORMS)

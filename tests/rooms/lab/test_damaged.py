@@ -1,5 +1,6 @@
 """Runs and records of others: if they are damaged, a command ends with one line, and no text of theirs is run."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -52,7 +53,7 @@ steady = settings(
 VALUES = draw.sampled_from(
     [None, True, -1, 10**30, 0.5, float("inf"), "x", "", [], [1, "x"], {}, {"a": None}, "\x1b[2J"]
 )
-ROWS = ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "completions.jsonl", "eval_outcomes.jsonl")
+ROWS = ("metrics.jsonl", "timing.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions/step-000004.jsonl.gz")
 OBJECTS = ("environment.json", "git.json", "inputs.json", "finished.json", "run.json")
 
 
@@ -72,8 +73,11 @@ def test_a_run_of_any_content_ends_in_a_result_or_one_line(
     shutil.copytree(next((made / "out").glob("base-seed1-*")), run)
     other = str(next((made / "out").glob("other-seed1-*")))
     path = run / file
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    if path.suffix in (".json", ".jsonl"):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as source:
+        text = source.read()
+    lines = text.splitlines() if file in ROWS else [text]
+    if file in (*ROWS, *OBJECTS):
         number = line % len(lines)
         content = json.loads(lines[number])
         key = sorted(content)[place % len(content)] if content else "step"
@@ -86,7 +90,8 @@ def test_a_run_of_any_content_ends_in_a_result_or_one_line(
         lines = ["\n".join(keys)]
     else:
         lines = [str(value)]
-    path.write_text("".join(f"{text}\n" for text in lines))
+    with opened(path, "wt") as changed:
+        changed.writelines(f"{line}\n" for line in lines)
     if file != "finished.json":
         resealed(run)
     for arguments in (["show", str(run)], ["add", str(run)], ["compare", str(run), other], ["rerun", "base-seed1"]):
