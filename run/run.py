@@ -146,8 +146,9 @@ class Run:
         self.peak = max(self.peak, peak)
         timing = timer.timing(sampled.num_tokens)
         if self.inputs.environment:
-            timing["timing/environment_s"] = round(self.inputs.environment.seconds, 4)
-            timing["timing/generate_s"] -= timing["timing/environment_s"]  # the phases add up to the step
+            waited = self.inputs.environment.seconds
+            timing["timing/environment_s"] = round(waited, 4)
+            timing["timing/generate_s"] = round(timing["timing/generate_s"] - waited, 4)  # phases add up to the step
         speed = self.speed(sampled, learner.trained, timing)
         self.log.log_step(step + 1, metrics, timing | speed | device_memory(peak))
         self.end_step(step)
