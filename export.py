@@ -38,8 +38,8 @@ from inputs.files import first_names, read_bytes, read_object, refuse_used, whol
 from knobs import Config, Merging, ModelConfig
 from runlog.run_record import changed_inputs, input_files, of_last_start, refuse_changed_inputs
 from weights import checkpoint, huggingface, peft_adapters, probes
-from weights.adapter_weights import Adapted, adapted_modules, refuse_unfit
-from weights.peft_adapters import Form, Pair, Pairs
+from weights.adapter_weights import Adapted, adapted_modules, pairs_of, read_factors
+from weights.peft_adapters import Form, Pairs
 
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
@@ -98,17 +98,6 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     if changed := [line for line in lines if line.startswith(("lora.", "model.dtype", "model.quant"))]:
         raise InputError(f"{path}: changed since {found.path.name}: {'; '.join(changed)}")
     return cfg, found
-
-
-def read_factors(found: checkpoint.Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
-    """The checkpoint's factors; InputError unless names, shapes and values are those of ``modules``."""
-    factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
-    shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
-    refuse_unfit(factors, shapes, where)
-    for name, factor in factors.items():
-        if not factor.isfinite().all():
-            raise InputError(f"{where}: {name} holds values that are not finite")
-    return factors
 
 
 # ------------------------------------------------------------------------------------------------ merged model
@@ -199,15 +188,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ PEFT adapter
-
-
-def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
-    """PEFT adapts q, k, v, gate and up separately, so each gets our shared A and its own rows of B."""
-    return {
-        name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)
-        for adapted in modules
-        for name, a, b in adapted.pairs(factors)
-    }
 
 
 def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NORMS = ("std", "none", "loo")
+NORMS = ("std", "none", "loo", "zero")
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "low_var_kl+", "abs")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
 WEIGHT_MODES = ("none", "token", "sequence", "icepop", "mis", "uncorrected")
@@ -32,6 +32,7 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
 
     std: reward minus the mean of the group, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none:
     minus the mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
+    zero: 0, so that only a teacher teaches.
     Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
     A function as ``norm`` computes the advantages itself.
     Raises ValueError for another shape, another norm, or a reward that is not finite.
@@ -45,6 +46,8 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
         raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
     if callable(norm):
         return norm(rewards)
+    if norm == "zero":
+        return torch.zeros_like(rewards)
     group_size = rewards.shape[1]
     if group_size == 1:
         return rewards / (1.0 + STD_EPS) if norm == "std" else rewards.clone()
@@ -55,6 +58,15 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
     if norm == "std":
         return centred / (above.std(dim=1, keepdim=True) + STD_EPS)
     return centred * (group_size / (group_size - 1)) if norm == "loo" else centred
+
+
+def distilled(advantages: Tensor, old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """Return the advantages A - coef x (old_logp - teacher_logp) of sampled tokens.  (B,) -> (B, T)
+
+    This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The bracket is the estimate k1 of
+    KL(policy || teacher), limited to +-20 nats. The mean of k1 x gradient of the log-prob is the gradient of that KL.
+    """
+    return advantages[:, None] - coef * kl(old_logp, teacher_logp, "k1", mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:

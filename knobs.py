@@ -211,11 +211,19 @@ class LoraConfig(Section):
 
 
 class LossConfig(Section):
-    advantage: Literal["std", "none", "loo"] | Function = knob(
+    advantage: Literal["std", "none", "loo", "zero"] | Function = knob(
         "std",
         "std: reward minus the group's mean, divided by its std; none: not divided (Dr.GRPO); loo: reward minus the "
-        "mean of the others; or FILE.py:NAME, (rewards) -> advantages, both (P, G)",
+        "mean of the others; zero: rewards are only measured, and loss.teacher teaches; or FILE.py:NAME, (rewards) -> "
+        "advantages, both (P, G)",
     )
+    teacher: str | None = knob(
+        None,
+        "run, checkpoint or PEFT folder of an adapter of the same base: on-policy distillation, which takes "
+        "teacher_coef x (log-prob of the policy - that of the teacher) off the advantage of each token",
+        min_length=1,
+    )
+    teacher_coef: float = knob(1.0, "weight of the reverse KL to the teacher in the advantages", gt=0, le=1e6)
     kind: Literal["ppo", "gspo", "cispo", "dppo_tv"] | Function = knob(
         "ppo",
         "ppo clips a ratio per token, gspo a ratio per sequence, cispo a weight; dppo_tv masks a changed probability; "

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -86,6 +86,7 @@ class Learner:
         self.reference_gap: float | None = None  # see _reference_gap; None: no reference pass has been compared yet
         # The factors before each of the last rollout.staleness training steps, the oldest first.
         self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
+        self.teacher: dict[str, Tensor] = {}  # the factors of loss.teacher
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
@@ -103,6 +104,15 @@ class Learner:
         elif self.stale_factors:  # the oldest one's memory takes the newest one
             self.stale_factors.rotate(-1)
             adapter_weights.copy_(self.stale_factors[-1], self.policy.factors)
+
+    def learn_from(self, teacher: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the whole factors of loss.teacher, each with its name in a checkpoint."""
+        self.teacher = self.policy.copied_factors()
+        names = {adapter_weights.hf_name(name, self.arch): name for name in self.teacher}
+        for whole_name, whole in teacher:
+            name = names[whole_name]
+            piece = adapter_weights.piece(name, self.policy.factors[name], whole, self.arch, self.parallel)
+            self.teacher[name].copy_(piece)
 
     # -------------------------------------------------------------------------------------------- one rollout
 
@@ -204,7 +214,7 @@ class Learner:
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     def _add_logprobs(self, updates: list[Update], timer: StepTimer) -> None:
-        """Compute the log-probs that stay the same while this rollout is learned, on the routes of the update."""
+        """Compute the log-probs that stay the same while this rollout is learned."""
         for each in self._passes(updates):
             with timer.phase(each.phase), each.adapters():
                 for micro in each.micro_batches:
@@ -234,6 +244,10 @@ class Learner:
             passes.append(Pass("old_logp", "old_logp", later, current, self._logp))
         if cfg.loss.kl != "none":
             passes.append(Pass("reference", "ref_logp", every, self.policy.reference, self._logp))
+        if cfg.loss.teacher:
+            passes.append(
+                Pass("teacher", "teacher_logp", every, lambda: self.policy.holding(self.teacher), self._freely)
+            )
         return passes
 
     @torch.no_grad()
@@ -241,6 +255,11 @@ class Learner:
         """Compute the log-probs on the routes of ``micro``, with the adapters that the caller has set.  -> (b, T)"""
         with self._routed(micro):
             return self.policy.logprobs(micro).logp
+
+    @torch.no_grad()
+    def _freely(self, micro: MicroBatch) -> Tensor:
+        """Compute the log-probs on the router's own routes. On others, a teacher would be another one.  -> (b, T)"""
+        return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
     def _recording(self, micro: MicroBatch) -> Tensor:
@@ -288,10 +307,13 @@ class Learner:
             loss_cfg.importance_clip,
             loss_cfg.importance_low,
         )
+        advantages = micro.advantages  # (b,); (b, T) with a teacher
+        if micro.teacher_logp is not None:
+            advantages = grpo.distilled(advantages, old_logp, micro.teacher_logp, micro.mask, loss_cfg.teacher_coef)
         loss, measured = grpo.policy_loss(
             logp,
             old_logp,
-            micro.advantages,
+            advantages,
             micro.mask,
             weights=weights,
             kind=functions.token_loss(loss_cfg.kind),
@@ -311,6 +333,8 @@ class Learner:
 
         metrics = {f"actor/{name}": Share(value, "tokens") for name, value in measured.items()}
         metrics["actor/policy_loss"] = Share(measured["policy_loss"], "updates")
+        if micro.teacher_logp is not None:
+            metrics["actor/teacher_kl"] = mean(grpo.kl(old_logp, micro.teacher_logp, "k1", micro.mask))
         if micro.ref_logp is not None:
             kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)

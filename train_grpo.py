@@ -32,7 +32,7 @@ from parallel_setup import Parallel
 from run import command
 from run.run import Run
 from run.start import Start, started
-from weights import huggingface
+from weights import huggingface, teacher
 from weights.policy import Policy
 
 
@@ -62,21 +62,21 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
     cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
-    # The policy: this rank's shards of Megatron's mixture of experts, by TP and EP, and LoRA on them. attach_for
-    # freezes the weights; only the factors A and B are trained.
+    # The policy: this rank's shards of Megatron's mixture of experts, and LoRA on them. Only its A and B are trained.
     model = huggingface.load_model(cfg.model, arch, parallel)
     lora_megatron.attach_for(model, cfg, parallel)
     policy = Policy(cfg, arch, parallel, model)
 
-    # What learns: the clipped objective, the KL to the reference, and AdamW on the factors.
+    # What learns: the clipped objective, the KL to the reference, a teacher's log-probs, and AdamW on the factors.
     learner = Learner(cfg, policy, inputs.pad_token)
+    if cfg.loss.teacher:
+        learner.learn_from(teacher.read(cfg, arch))
     run.restore(learner)
 
     # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
     way = weight_sync.way_of(cfg, policy)
     way.make_room()
-    beat = start.heartbeat.beat  # during a long start or wave, too
-    engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, beat)
+    engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, start.heartbeat.beat)
     push = weight_sync.Push(way, engine)  # the whole model
     run.introduce(learner, push)
     return run, learner, engine, push

@@ -192,6 +192,8 @@ class _Learner(Learner):
         """Tell ``meter`` of the passes from now on."""
         self.meter = meter
         self.reference_gap = 0.0  # the first update alone compares the reference
+        if self.cfg.loss.teacher:
+            self.teacher = self.policy.copied_factors()
         self.stale_factors.extend(self.policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
 
     def _loss(self, *args):
@@ -224,6 +226,7 @@ def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
         "adapters": adapters,
         "moments": meter.size_of(moments),
         "older": sum(meter.size_of(factors.values()) for factors in learner.stale_factors),
+        "teacher": meter.size_of(learner.teacher.values()),
         "gradients": meter.size_of(factor.grad for factor in learner.parameters),
     }
 

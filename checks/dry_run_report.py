@@ -18,7 +18,7 @@ IMBALANCES = {"": 1.0, f" at {memory.IMBALANCE:g}": memory.IMBALANCE}
 MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it is compared with
     "load": ("load",),
     "sync": ("push",),
-    "reference": ("reference", "old policy"),
+    "reference": ("reference", "old policy", "teacher"),
     "update": ("forward", "backward"),
     "optimizer": ("update",),
     "save": ("save",),
@@ -30,10 +30,11 @@ EXACT = {
     "adapters": "lora",
     "moments": "optimizer",
     "older": "older factors",
+    "teacher": "teacher",
     "gradients": "gradients",
 }
 EXPERT_GROUPS = ("expert", "expert counts")
-PASSES = ("reference", "old policy", "forward", "backward")  # these exchange nothing over the data ranks
+PASSES = ("reference", "old policy", "teacher", "forward", "backward")  # these exchange nothing over the data ranks
 PASS_GROUPS = ("tensor", *EXPERT_GROUPS, "all ranks, on the host")
 ALL_GROUPS = (*PASS_GROUPS, "data", "expert_data")
 

@@ -94,6 +94,16 @@ def altered_evaluation(right: Any) -> Any:
     return AlteredPush
 
 
+def permuted_teacher(right: Function) -> Function:
+    """The adapters of the teacher's first half of the layers and those of its second half change places."""
+
+    def read(*given: Any) -> Any:
+        names, factors = zip(*right(*given), strict=True)
+        return zip(names[len(names) // 2 :] + names[: len(names) // 2], factors, strict=True)
+
+    return read
+
+
 # ------------------------------------------------------------------------------------------------ faults of the sampler
 
 
@@ -224,6 +234,7 @@ BITS = "3|4|8"
 FAULTS = {
     "inverted_weights": Fault("grpo.rollout_weights", inverted_weights),
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
+    "permuted_teacher": Fault("weights.teacher.read", permuted_teacher),
     "foreign_routes": Fault("model.routing_replay.RoutingReplay.replaying", foreign_routes),
     "lost_experts": Fault("lora_megatron.Adapter.merged", lost_experts),
     "altered_evaluation": Fault("weight_sync.Push", altered_evaluation),

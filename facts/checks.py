@@ -32,10 +32,11 @@ CHECKS = {
     "state": "ranks differ in a LoRA factor (compared after each step) or base weight (at the start, before a "
     "checkpoint) that they share; or a new checkpoint does not hold what the ranks hold (earlier ones stay); or a "
     "resumed run has not taken up what its checkpoint holds",
-    "impossible": "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the reference is "
-    f"exactly 0 in {STUCK_STEPS} successive steps after updates (of {STUCK_TOKENS['fp32']} tokens or more, "
-    f"{STUCK_TOKENS['bf16']:,} in bf16); or the gradient is exactly 0 although the entropy is at least {UNSURE:g} nat "
-    f"and the KL in the loss at least {LEAST_KL:g}, or rewards of a group differ",
+    "impossible": "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the teacher is "
+    f"exactly 0; or the KL to the reference is exactly 0 in {STUCK_STEPS} successive steps after updates (of "
+    f"{STUCK_TOKENS['fp32']} tokens or more, {STUCK_TOKENS['bf16']:,} in bf16); or the gradient is "
+    f"exactly 0 although the entropy is at least {UNSURE:g} nat and the KL in the loss, or to the teacher, at least "
+    f"{LEAST_KL:g}, or rewards of a group differ without a teacher",
     "collapse": f"the mean reward of the last {WINDOW} steps is below {100 * COLLAPSE_REWARD:g} % of that of the first "
     f"{WINDOW}, or their mean KL above {COLLAPSE_KL:g} nat a token",
     "logp_gap": f"the log-probs of sampler and trainer differ by more than {LOGP_GAP_FP32:g} nats a token in fp32 or "

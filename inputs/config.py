@@ -92,7 +92,12 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 
 def load_recorded(path: Path) -> Config:
     """The configuration that a run has recorded. InputError if it set a key of REMOVED to another value."""
-    return _typed(of_today(read_file(path)), f"{path}: ")
+    return recorded_config(read_file(path), path)
+
+
+def recorded_config(recorded: dict[str, Any], where: Path) -> Config:
+    """Return the configuration that the file ``where`` has ``recorded``. Raises InputError as load_recorded does."""
+    return _typed(of_today(recorded), f"{where}: ")
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
@@ -301,7 +306,7 @@ MAY_CHANGE = frozenset(
 # inputs.json. Between two runs they are differences all the same.
 MAY_CHANGE_AT_RESUME = (
     MAY_CHANGE
-    | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path"}
+    | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path", "loss.teacher"}
     | {f"data.{use}_path" for use in ("train", "test", "few_shot")}
 )
 
@@ -350,7 +355,8 @@ def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
 def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """changed_keys, divided into those that a resume refuses and those that it takes over.
 
-    More train.steps may follow if no schedule depends on their number; otherwise the line says why not.
+    More train.steps may follow if no schedule depends on their number; otherwise the line says why not. A teacher
+    neither comes nor goes.
     """
     before, after = flatten(old).get("train.steps"), flatten(new)
     against = {
@@ -360,6 +366,8 @@ def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
     may = MAY_CHANGE_AT_RESUME if reason else MAY_CHANGE_AT_RESUME | {"train.steps"}
+    if flatten(old).get("loss.teacher") is None or after.get("loss.teacher") is None:
+        may -= {"loss.teacher"}  # another path to the same teacher is accepted, another method is not
     lines = {line.partition(":")[0]: line for line in changed_keys(old, new)}
     refused = [f"{line} ({reason})" if key == "train.steps" else line for key, line in lines.items() if key not in may]
     return refused, [line for key, line in lines.items() if key in may]

@@ -58,6 +58,7 @@ def problems(
     found += _data(cfg.data, cfg.eval, cfg.rollout.prompts_per_step)
     found += _loss(cfg.loss, cfg.rollout, cfg.reward)
     found += _environment(cfg.rollout, cfg.reward, cfg.parallel)
+    found += _teacher(cfg.loss, cfg.rollout, cfg.reward)
     found += _schedules(cfg.train, cfg.aqn, cfg.tiny_model)
     if arch is not None and ranks is not None:
         found += trainer_problems(cfg, arch, ranks)
@@ -97,6 +98,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo", "dppo_tv"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
+    (lambda c: not c.loss.teacher, "there is no loss.teacher", "loss.teacher_coef"),
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
@@ -240,6 +242,17 @@ def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: Paralle
             f"{longest:g} s, while other ranks wait at most parallel.timeout_seconds {parallel.timeout_seconds}; "
             "needed: a smaller product"
         )
+
+
+def _teacher(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
+    if loss.advantage == "zero" and not loss.teacher:
+        yield "loss.advantage: zero teaches nothing by itself; set a loss.teacher, or another advantage"
+    if loss.advantage == "zero" and rollout.dynamic_rounds:
+        yield "rollout.dynamic_rounds: with loss.advantage zero, groups of equal reward teach as much as others; set 0"
+    if loss.teacher and loss.skip_equal_groups:
+        yield "loss.skip_equal_groups: groups of equal reward still learn from loss.teacher; set false"
+    if loss.teacher and reward.permute:
+        yield "reward.permute: accuracy rises by loss.teacher although rewards are shuffled; remove one of the two"
 
 
 def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None) -> Iterator[str]:

@@ -60,6 +60,7 @@ class MicroBatch:
     stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
     old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
     ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
+    teacher_logp: Tensor | None = None  # (b, T) of loss.teacher; None without one
 
 
 def plan(

@@ -16,8 +16,15 @@ from knobs import Config, RolloutConfig
 from plan.search import Setting, judge
 from runlog.run_record import read_lines
 
-TRAINING = ("timing/old_logp_s", "timing/reference_s", "timing/update_s")  # seconds of timing.jsonl
-PLANNED = ("old policy", "reference", "update forward", "update backward", "optimizer")  # the same in the plan
+TRAINING = ("timing/old_logp_s", "timing/reference_s", "timing/teacher_s", "timing/update_s")  # seconds of timing.jsonl
+PLANNED = (
+    "old policy",
+    "reference",
+    "teacher",
+    "update forward",
+    "update backward",
+    "optimizer",
+)  # the same in the plan
 NEEDED = ("timing/generate_s", "timing/update_s", "timing/step_s")
 READ = {*NEEDED, *TRAINING, "perf/tokens_per_s"}
 

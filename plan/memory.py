@@ -180,8 +180,8 @@ class Memory:
 
 
 # The parts that stay in memory after loading.
-RESIDENT = ("base", "lora", "optimizer", "older factors", "engine weights", "engine factors", "key-value cache")
-RESIDENT += ("communication buffers", "runtime")
+RESIDENT = ("base", "lora", "optimizer", "older factors", "teacher", "engine weights", "engine factors")
+RESIDENT += ("key-value cache", "communication buffers", "runtime")
 
 
 def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
@@ -262,7 +262,8 @@ def step_memory(
     kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
     one_merged = max(max(merged_by_target(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
-    merges = in_passes and cfg.earlier_passes > 0
+    teaches = bool(cfg.loss.teacher)
+    merges = in_passes and (cfg.earlier_passes > 0 or teaches)
     no_gradient = max(work.reference + one_merged * merges, (work.entering + one_merged + in_fp32) * merges)
     base, dequantised = base_bytes(arch, layout, element, cfg.model.quantisation)
     parts = {
@@ -270,6 +271,7 @@ def step_memory(
         "lora": lora,
         "optimizer": 2 * lora,  # AdamW's two moments
         "older factors": lora * cfg.rollout.staleness,
+        "teacher": lora * teaches,
         "engine weights": engine_parameters(arch, layout) * element,
         "engine factors": lora_parameters(arch, cfg.lora, WHOLE) * element * adapter,
         "key-value cache": _cache(rollout, arch, cached_rows, cfg.data.max_prompt_tokens, cfg.model.dtype),
@@ -308,7 +310,7 @@ def step_memory(
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
-        "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "runtime")),
+        "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "teacher", "runtime")),
         # The first push. With factors apart, the host has the frozen experts until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not adapter),
         "sync": resident + swapped + group + gathered + merging_push * (not adapter),
@@ -317,7 +319,7 @@ def step_memory(
         # one weight, or stack of experts, at a time.
         "reference": resident
         + lora
-        + swapped
+        + max(swapped, parts["teacher"])  # the trainer's own factors, while the adapters are the teacher's
         + parts["routing records"]
         + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,

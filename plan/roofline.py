@@ -312,6 +312,7 @@ def step_times(
         "decode": decoding[DECODING[rollout.enforce_eager]],
         "old policy": {cause: share * seconds for cause, seconds in old_policy.items()} if share else {"": 0.0},
         "reference": passing(frozen, FORWARD_LAUNCHES) if cfg.loss.kl != "none" else {"": 0.0},
+        "teacher": old_policy if cfg.loss.teacher else {"": 0.0},
         "update forward": passing(first, forward + merges) | {"merging": merging + (updates - 1) * once},
         "update backward": passing(second, backward + merges * recompute, 1 + recompute, recompute)
         | {"merging": merging * recompute},

@@ -80,7 +80,7 @@ def speed(
             trained,
             rounds,
             merged=cfg.merging >= Merging.PASSES,
-            earlier_passes=cfg.earlier_passes,
+            earlier_passes=cfg.earlier_passes + bool(cfg.loss.teacher),
             reference=cfg.loss.kl != "none",
         )
         found["perf/mfu"] = operations / (timing["timing/step_s"] * peak * ranks)

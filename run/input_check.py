@@ -30,7 +30,7 @@ from runlog import run_record
 from tasks import question_files
 from tasks.environment import Environment, Waiting
 from tasks.scoring import Call, Score, Scorer
-from weights import checkpoint, huggingface, tiny_model
+from weights import checkpoint, huggingface, teacher, tiny_model
 
 SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
 ASKED_TWICE = 4  # training questions about whose answers a user's environment is asked twice
@@ -77,6 +77,9 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
     else:
         arch = hf_config.read(cfg.model.path)
     refuse_first(problems(cfg, arch, ranks))
+    if cfg.loss.teacher:
+        for _ in teacher.read(cfg, arch):  # one module at a time, and nothing of it is kept
+            pass
     if with_device:
         factory.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
@@ -228,6 +231,8 @@ def report(cfg: Config, ranks: int) -> str:
             config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
             tiny_model.write_random_model(Path(model), cfg.tiny_model, cfg.data, config)
         inputs = read_inputs(cfg.changed(model={"path": model}), arch, scorer)
+    if cfg.loss.teacher:
+        teacher.refuse_other_files(cfg.loss.teacher, run_record.inputs(run_record.input_files(cfg)))
     saved = checkpoint_to_resume(cfg)
     step = saved.step if saved else 0
     first = inputs.questions.pick(step, cfg.rollout.prompts_per_step)[0]
@@ -302,6 +307,8 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
+    if cfg.loss.teacher:
+        lines.append(teacher.describe(cfg.loss.teacher))
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
 
 

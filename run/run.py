@@ -16,6 +16,7 @@ import rollout
 from data_gsm8k import Question
 from engines.interface import Completion, Engine
 from hardware import device as devices
+from inputs import teacher as teachers
 from inputs.config import changes_at_resume, to_dict, to_yaml
 from inputs.files import disk_errors
 from knobs import Config
@@ -28,11 +29,12 @@ from rollout import Sampled
 from run.input_check import Inputs, checkpoint_to_resume, introduction, texts
 from run.start import Start
 from run.tripwires import Tripwires
+from runlog import run_record
 from runlog.log import LEGEND
 from runlog.progress import Heartbeat, StepTimer
 from tasks.question_files import normalised
 from weight_sync import Push
-from weights import checkpoint
+from weights import checkpoint, teacher
 
 
 class Run:
@@ -48,9 +50,13 @@ class Run:
             parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
         self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # until restore
         self.first_step = saved.step if saved else 0  # > 0 after a resume
-        log.open(parallel.world_size, saved.run_dir if saved else None, heartbeat.beat)
+        # Rank 0 alone reads the model's files for their checksums.
+        read = run_record.inputs(run_record.input_files(cfg), heartbeat.beat) if parallel.rank == 0 else {}
+        if cfg.loss.teacher:
+            check_teacher(cfg.loss.teacher, parallel, heartbeat, read)
+        log.open(parallel.world_size, saved.run_dir if saved else None, read)
         with heartbeat.waiting():
-            dist.barrier()  # rank 0 alone reads the model's files for their checksums
+            dist.barrier()
         if saved:
             log.rewind(self.first_step)
             if changed := changes_at_resume(saved.config, to_dict(cfg))[1]:
@@ -224,6 +230,20 @@ class Run:
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
     """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
+
+
+def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: dict[str, dict[str, str]]) -> None:
+    """Raise InputError unless every node has the same, undamaged files of loss.teacher, for the run's base. Collective.
+
+    ``inputs``: run_record.inputs, on rank 0. On every other node, the first rank reads the teacher for its checksums.
+    """
+    own = inputs.get("teacher")
+    if own is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        own = run_record.inputs({"teacher": teachers.files(named)}, heartbeat.beat)["teacher"]
+    with heartbeat.waiting():
+        inputs = parallel.gather_objects(inputs)[0]
+    parallel_setup.refuse_unequal({f"loss.teacher, {named}": repr(own or inputs["teacher"])})
+    teacher.refuse_other_files(named, inputs)
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:

@@ -90,6 +90,7 @@ class Tripwires:
         rules = [
             ("noise", cfg.aqn.schedule == "off", "aqn.schedule is off"),
             ("reference_kl", cfg.loss.kl == "none", "loss.kl is none"),
+            ("reward_constant", cfg.loss.advantage == "zero", "loss.advantage is zero"),
             (
                 "truncated",
                 cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
@@ -348,6 +349,12 @@ class Tripwires:
                 f"{when}: the KL to the reference is exactly 0 in {len(self.kl_zero)} steps after updates",
                 "whether the reference is computed with the adapters off (lora_megatron.disabled)",
             )
+        if metrics.get("actor/teacher_kl") == 0:
+            self.trip(
+                "impossible",
+                f"{when}: the KL to the teacher is exactly 0: it is the policy itself, so it teaches nothing",
+                "loss.teacher, whether its B is 0, and Learner.teacher",
+            )
         if reason := self._gradient_expected(metrics):
             self.trip(
                 "impossible",
@@ -363,11 +370,15 @@ class Tripwires:
         kl = metrics.get("actor/kl_loss", 0.0)
         if loss.kl in NOT_NEGATIVE and loss.kl_coef >= LEAST_KL_COEF and kl >= LEAST_KL:
             return f"the KL to the reference is {kl:.2g}"
+        is_weighted = metrics.get("rollout/importance_mean", 1.0) > 0
+        if loss.teacher:
+            kl = metrics.get("actor/teacher_kl", 0.0)
+            teaches = is_weighted and abs(kl) >= LEAST_KL and loss.teacher_coef >= LEAST_KL_COEF
+            return f"the KL to the teacher is {kl:.2g}" if teaches and ":" not in loss.kind else ""
         if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.kind} {loss.advantage} {cfg.reward.function}":
             return ""  # differing rewards may train nothing, or equal completions in opposite directions
         differing = cfg.rollout.prompts_per_step - metrics.get("reward/equal_groups", cfg.rollout.prompts_per_step)
-        trains = differing > 0 and metrics.get("rollout/importance_mean", 1.0) > 0
-        return f"the rewards of {differing:.0f} groups differ" if trains else ""
+        return f"the rewards of {differing:.0f} groups differ" if differing > 0 and is_weighted else ""
 
     def _collapse(self, when: str, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""

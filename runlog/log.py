@@ -30,6 +30,7 @@ from runlog.trackers import Trackers
 PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("reward", "reward/mean", 3),
     ("kl", "actor/kl_loss", None),
+    ("teacher", "actor/teacher_kl", None),
     ("clip", "actor/clip_frac", None),
     ("grad", "actor/grad_norm", None),
     ("gap", "rollout/logp_gap_mean", None),
@@ -89,11 +90,13 @@ class RunLog:
         self.said = self.began = time.monotonic()  # the last line; the first step of this process
         self.before = self.done = 0  # steps: before this process, and in all
 
-    def open(self, world_size: int, resume: Path | None = None, beat: Callable[[], None] = lambda: None) -> None:
+    def open(
+        self, world_size: int, resume: Path | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
         """Make the folder of a new run, or take that of the run ``resume`` (call ``rewind`` before logging to it).
 
-        ``beat`` is called while rank 0 reads the model's files for their checksums. InputError if the folder cannot be
-        written or a live process holds it.
+        ``inputs``: run_record.inputs of the run, if they are known. InputError if the folder cannot be written or a
+        live process holds it.
         """
         if self.rank != 0:
             self.run_dir = resume
@@ -113,7 +116,7 @@ class RunLog:
                 self.say(f"{run_dir}/run.lock: {problem}: make sure yourself that no two processes write this run")
             start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
             start.mkdir(exist_ok=start == run_dir)
-            write_records(start, self.cfg, world_size, beat)
+            write_records(start, self.cfg, world_size, inputs)
             if resume is None:  # last, so that a run with this file has all the others
                 write_atomically(run_dir / "run.json", json.dumps({"name": self.cfg.name}) + "\n")
 

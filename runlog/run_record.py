@@ -15,7 +15,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from facts.exits import InputError
 from facts.root import ROOT
-from inputs import functions
+from inputs import functions, teacher
 from inputs.config import to_yaml
 from inputs.files import opened, read_bytes, read_object, usable_cores, variable, write_atomically
 from knobs import Config, DataConfig, EvalConfig, listed
@@ -207,7 +207,7 @@ def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
 
 
 def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder, by name, the data files, by use, and the files of the user's functions, by key.
+    """The files of the model's folder, by name, the data files, by use, and those of user's functions and teacher.
 
     A record says with their checksums which weights were used, not only how they were called.
     """
@@ -221,6 +221,7 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
         "model": {path.name: path for path in model},
         "data": {use: path for use, path in used.items() if path.is_file()},
         **({"functions": own} if own else {}),
+        **({"teacher": teacher.files(cfg.loss.teacher)} if cfg.loss.teacher else {}),
     }
 
 
@@ -245,8 +246,9 @@ def changed_inputs(
 ) -> list[str]:
     """A line for each of ``files``, input_files, whose checksum is not the one that the run's last start recorded.
 
-    Hidden files of the model's folder and absent data files do not count, because nothing reads them. If inputs.json
-    cannot be read, one line says so. ``model``: the model's folder, which names a file that is gone.
+    Hidden files of the model's folder and absent files of the data or the teacher do not count, because nothing reads
+    them. If inputs.json cannot be read, one line says so. ``model``: the model's folder, which names a file that is
+    gone.
     """
     record = of_last_start(run_dir, "inputs.json")
     try:
@@ -257,7 +259,7 @@ def changed_inputs(
     lines = []
     for kind in present | recorded:
         now, was = present.get(kind, {}), recorded.get(kind, {})
-        if kind == "data":  # an absent data file is not read, so only its name is left in the record
+        if kind in ("data", "teacher"):  # an absent file of these is not read; a start refuses it before
             was = {name: was[name] for name in was if name in now}
         for name in sorted(now.keys() | was.keys()):
             if now.get(name) != was.get(name) and not name.startswith("."):
@@ -282,8 +284,13 @@ def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list
 # ---------------------------------------------------------------- all records of a start
 
 
-def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[], None] = lambda: None) -> None:
-    """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run."""
+def write_records(
+    folder: Path, cfg: Config, world_size: int, read: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run.
+
+    ``read``: `inputs` of its input_files; without it they are read here.
+    """
     source, patch = git_state()
     if source["commit"] is None:
         print("note: no git commit of the source is known, so `report.py add` will not take this run", flush=True)
@@ -296,7 +303,7 @@ def write_records(folder: Path, cfg: Config, world_size: int, beat: Callable[[],
     command = shlex.join([*launcher, str(script), *sys.argv[1:]])
     records: dict[str, str | bytes] = {
         "config.yaml": to_yaml(cfg),
-        "inputs.json": json.dumps(inputs(input_files(cfg), beat), indent=1) + "\n",
+        "inputs.json": json.dumps(read or inputs(input_files(cfg)), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
         # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.

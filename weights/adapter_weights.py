@@ -6,7 +6,7 @@ fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows 
 converted in the same way. E experts, R rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from knobs import LoraConfig
 from lora_megatron import Adapter, whole_shape
 from parallel_setup import Factor, Parallel, gather
 from weights import huggingface
+from weights.checkpoint import Checkpoint
+from weights.peft_adapters import Pair, Pairs
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
 SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers
@@ -179,6 +181,26 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
     for layer, module in layers(arch):
         if module.target in lora.targets:
             yield Adapted(layer, module, lora.rank_of(module.kind == "experts"))
+
+
+def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
+    """The checkpoint's factors; InputError unless names, shapes and values are those of ``modules``."""
+    factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
+    shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
+    refuse_unfit(factors, shapes, where)
+    for name, factor in factors.items():
+        if not factor.isfinite().all():
+            raise InputError(f"{where}: {name} holds values that are not finite")
+    return factors
+
+
+def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
+    """PEFT adapts q, k, v, gate and up separately, so each gets our shared A and its own rows of B."""
+    return {
+        name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)
+        for adapted in modules
+        for name, a, b in adapted.pairs(factors)
+    }
 
 
 # ------------------------------------------------------------------------------------------------ comparisons

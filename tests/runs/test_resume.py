@@ -25,7 +25,7 @@ from launched import ROOT
 from pytest import MonkeyPatch
 from saved import config_in, is_whole, names, opened, resumable, save, saved, tensors_of
 from tiers import ci, nightly
-from training import config, make_model
+from training import config, make_model, rewound
 
 import train_grpo
 from facts.exits import InputError
@@ -91,16 +91,6 @@ def test_killed_at_exact_places_under_torchrun(model, tmp_path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ other circumstances
-
-
-def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
-    """A copy of a finished run in the state of a run that was killed after its checkpoint of ``steps`` steps."""
-    copy = shutil.copytree(run_dir, folder / run_dir.name)
-    (copy / "finished.json").unlink()
-    for path in (copy / "checkpoints").iterdir():
-        if path.name != f"step-{steps:06d}":
-            shutil.rmtree(path)
-    return copy
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import export
 import train_grpo
 from runlog.run_record import sha256_file
 
@@ -177,8 +178,8 @@ def other_factors(make: Callable[[dict[str, Tensor]], object]) -> Callable[[Path
     return rewrite
 
 
-def each_state(make: Callable[[dict], object]) -> Break:
-    """state.json of each checkpoint of the run to resume is changed, and its checksum is corrected."""
+def state_with(make: Callable[[dict], object]) -> Callable[[Path], object]:
+    """In a checkpoint: another state.json, with a right checksum."""
 
     def rewrite(path: Path) -> None:
         state = json.loads(path.read_text())
@@ -186,7 +187,48 @@ def each_state(make: Callable[[dict], object]) -> Break:
         path.write_text(json.dumps(state))
         _seal(path)
 
+    return rewrite
+
+
+def each_state(make: Callable[[dict], object]) -> Break:
+    """state.json of each checkpoint of the run to resume is changed, and its checksum is corrected."""
+    rewrite = state_with(make)
     return resumed(lambda run: [rewrite(path) for path in sorted(run.glob("checkpoints/*/state.json"))])
+
+
+# ------------------------------------------------------------------------------------------------ the teacher
+
+
+def taught(make: Callable[[Path], object] = lambda run: None) -> Break:
+    """The run has a teacher, another run, which is changed."""
+
+    def change(place: Place) -> None:
+        typed("loss.teacher=FOLDER/run")(place)
+        make(place.copy("run"))
+
+    return change
+
+
+def of_newest(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """In a run: a file of its last checkpoint is changed."""
+    return lambda run: make(run / "checkpoints" / "step-000002" / name)
+
+
+def taught_by_peft(make: Callable[[Path], object]) -> Break:
+    """The teacher is the adapter of a run as PEFT writes it, which is changed."""
+
+    def change(place: Place) -> None:
+        typed("loss.teacher=FOLDER/peft")(place)
+        export.export(place.good / "run", place.folder / "peft", form="leaf", step=None, accept_changed_inputs=False)
+        make(place.folder / "peft")
+
+    return change
+
+
+def without_b(folder: Path) -> None:
+    """An adapter of PEFT loses its update."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor * ("lora_A" in name) for name, tensor in load_file(path).items()}, path)
 
 
 def _seal(path: Path) -> None:

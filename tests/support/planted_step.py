@@ -3,9 +3,10 @@
 The names are in FAULTS at the end. Each is in the trainer's own functions, on every rank.
 """
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from parallel_setup import Parallel
 from run import input_check
 from weight_sync import Push
 from weights import adapter_weights, checkpoint, huggingface
+from weights.policy import Policy
 
 # ------------------------------------------------------------------------------------------------ rows and rewards
 
@@ -77,6 +79,91 @@ def order_from_the_start(patch: MonkeyPatch) -> None:
     first = [0]
     before(train_grpo, "train", lambda run, *_: first.append(run.first_step))(patch)
     instead(data_gsm8k.Questions, "pick", lambda real, asked, step, count: real(asked, step - first[-1], count))(patch)
+
+
+# ------------------------------------------------------------------------------------------------ the teacher
+
+
+def distils(change: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor, float]]) -> Plant:
+    """The teacher's part has other advantages, log-probs of the policy and of the teacher, and another weight."""
+
+    def distilled(real: Callable, advantages: Tensor, old: Tensor, taught: Tensor, mask: Tensor, coef: float) -> Tensor:
+        advantages, old, taught, coef = change(advantages, old, taught, coef)
+        return real(advantages, old, taught, mask, coef)
+
+    return instead(grpo, "distilled", distilled)
+
+
+def compared_with(find: Callable[[Learner, MicroBatch], Tensor]) -> Plant:
+    """The teacher is compared with other log-probs than those of the policy before the rollout's first update."""
+
+    def loss(real: Callable, trainer: Learner, micro: MicroBatch, *rest: object) -> object:
+        with MonkeyPatch.context() as patch:
+            found = find(trainer, micro)
+            distils(lambda advantages, _, taught, coef: (advantages, found, taught, coef))(patch)
+            return real(trainer, micro, *rest)
+
+    return instead(Learner, "_loss", loss)
+
+
+@torch.no_grad()
+def of_this_update(trainer: Learner, micro: MicroBatch) -> Tensor:
+    return trainer._logp(micro)
+
+
+@contextlib.contextmanager
+def held_for_good(real: Callable, policy: Policy, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """The factors stay those of the teacher."""
+    adapter_weights.copy_(policy.factors, values)
+    yield
+
+
+def rewards_in_spite_of_zero(real: Callable, rewards: Tensor, norm: object = "std") -> Tensor:
+    return real(rewards, "std" if norm == "zero" else norm)
+
+
+# The case of update_reference.py that finds each of them is beside it.
+OF_A_TEACHER: dict[str, tuple[str, Plant]] = {
+    "a teacher that pushes away": (
+        "a teacher alone",
+        distils(lambda advantages, old, taught, coef: (advantages, old, taught, -coef)),
+    ),
+    "a teacher without its weight": (
+        "a teacher alone",
+        distils(lambda advantages, old, taught, coef: (advantages, old, taught, 1.0)),
+    ),
+    "a teacher in place of the rewards": (
+        "rewards, a teacher, KL, gspo",
+        distils(lambda advantages, old, taught, coef: (0 * advantages, old, taught, coef)),
+    ),
+    "rewards in spite of zero": ("a teacher alone", instead(grpo, "group_advantages", rewards_in_spite_of_zero)),
+    "a teacher compared with the sampler": (
+        "a teacher alone",
+        compared_with(lambda trainer, micro: micro.rollout_logp),
+    ),
+    "a teacher compared with the policy of each update": ("a teacher alone", compared_with(of_this_update)),
+    "a teacher that is the base": (
+        "a teacher alone",
+        instead(Learner, "learn_from", lambda real, trainer, taught: real(trainer, [(n, 0 * x) for n, x in taught])),
+    ),
+    "a teacher on the routes of the update, r3": (
+        "a teacher, the sampler's routes",
+        instead(Learner, "_freely", lambda real, trainer, micro: trainer._logp(micro)),
+    ),
+    "a teacher on the routes of the update, r2": (
+        "a teacher, the old policy's routes",
+        instead(Learner, "_freely", lambda real, trainer, micro: trainer._logp(micro)),
+    ),
+    "the teacher's log-probs of the next token": (
+        "a teacher alone",
+        after(Learner, "_freely", lambda logp, *_: logp.roll(-1, 1)),
+    ),
+    "a policy that becomes its teacher": ("a teacher alone", instead(Policy, "holding", held_for_good)),
+    "another estimate of the KL to the teacher": (
+        "a teacher alone",
+        instead(grpo, "kl", lambda real, logp, ref, kind, mask: real(logp, ref, "k2" if kind == "k1" else kind, mask)),
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -208,6 +295,7 @@ FAULTS: dict[str, Plant] = {
     "advantages of the other rank's prompts": after(
         grpo, "group_advantages", lambda found, *_: found.roll(dist.get_rank(), 0) if dist.is_initialized() else found
     ),
+    **{name: plant for name, (_, plant) in OF_A_TEACHER.items()},
     "the reward of another answer": rewards_rolled(1),
     "rewards of the neighbouring prompt": rewards_rolled(0),
     "rewards of this rank's prompts only": in_batch(rewards_of_this_rank),

@@ -6,6 +6,7 @@ many lengths.
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -180,6 +181,16 @@ def run_planted(plant: Plant, cfg: Config, layout: str) -> tuple[type, str]:
         patch.undo()
         parallel_setup.close_layout()
     return InputError, ""
+
+
+def rewound(run_dir: Path, folder: Path, steps: int) -> Path:
+    """A copy of a finished run in the state of a run that was killed after its checkpoint of ``steps`` steps."""
+    copy = shutil.copytree(run_dir, folder / run_dir.name)
+    (copy / "finished.json").unlink()
+    for path in (copy / "checkpoints").iterdir():
+        if path.name != f"step-{steps:06d}":
+            shutil.rmtree(path)
+    return copy
 
 
 def checkpoint_of(run: Path, step: int) -> Path:

@@ -55,7 +55,9 @@ def rows_of(batch: Rollout) -> Rows:
 
 
 def advantages_of(rewards: Tensor, norm: str) -> Tensor:
-    """The advantages of GRPO (std), Dr.GRPO (none) and leave-one-out.  (P, G) -> (P, G)"""
+    """The advantages of GRPO (std), Dr.GRPO (none), leave-one-out and none at all (zero).  (P, G) -> (P, G)"""
+    if norm == "zero":
+        return 0 * rewards
     centred = rewards - rewards.mean(1, keepdim=True)
     if norm == "std":
         return centred / (rewards.std(1, keepdim=True) + 1e-6)
@@ -78,7 +80,7 @@ def importance_weights(loss: LossConfig, old: Tensor, rows: Rows) -> Tensor:
 
 def policy_loss(loss: LossConfig, logp: Tensor, old: Tensor, advantages: Tensor, own: Tensor) -> Tensor:
     """The loss of each token by PPO with a dual clip, GSPO (2507.18071), CISPO (2506.13585) or DPPO (2602.04879)."""
-    a, ratio = advantages[:, None], (logp - old).exp()
+    a, ratio = advantages if advantages.dim() == 2 else advantages[:, None], (logp - old).exp()
     if loss.kind == "gspo":
         mean = ((logp - old).detach() * own).sum(1, keepdim=True) / own.sum(1, keepdim=True).clamp(min=1)
         ratio = mean.exp() * (logp - logp.detach()).exp()
@@ -145,12 +147,15 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
             old, _, used = forward(lora_reference.merge(model, leaves), given)
             routes = free if cfg.replay.mode == "off" else used  # r2: those of the old policy
             base, _, _ = forward(dict(model.named_parameters()), routes)
+            taught, _, _ = forward(lora_reference.merge(model, teacher_of(factors)), free)
+        reverse_kl = (old - taught) * rows.own
+        better = advantages[:, None] - loss.teacher_coef * reverse_kl * bool(loss.teacher)
         for first in range(0, len(kept), size):
             chosen = (sequences >= first) & (sequences < first + size)
             counted = rows.own & (chosen & kept)[:, None]
             share = shares(loss.aggregate, counted, cfg.rollout.max_new_tokens)
             logp, entropy, _ = forward(lora_reference.merge(model, leaves), routes)
-            total = policy_loss(loss, logp, old, advantages, rows.own) * importance_weights(loss, old, rows)
+            total = policy_loss(loss, logp, old, better, rows.own) * importance_weights(loss, old, rows)
             total = total - loss.entropy_coef * entropy
             if loss.kl != "none":
                 total = total + loss.kl_coef * kl_to(base, logp)
@@ -162,6 +167,7 @@ def compute(path: Path, factors: Named, batch: Rollout, cfg: Config) -> Updated:
         return {
             "actor/loss": torch.stack(losses).mean().item(),
             "actor/grad_norm": torch.stack(norms).mean().item(),
+            **({"actor/teacher_kl": (reverse_kl.sum() / rows.own.sum()).item()} if loss.teacher else {}),
         }
 
     take_step()
@@ -201,6 +207,12 @@ CASES: dict[str, dict] = {  # section -> what differs from config(); together ev
             "mask_truncated": True,
         },
     },
+    "a teacher alone": {"loss": {"teacher": "given", "teacher_coef": 2.0, "advantage": "zero", "kl": "none"}},
+    "rewards, a teacher, KL, gspo": {
+        "loss": {"teacher": "given", "kind": "gspo", "importance": "token", "kl_coef": 0.1, "aggregate": "dr-grpo"},
+    },
+    "a teacher, the sampler's routes": {"loss": {"teacher": "given"}, "replay": {"mode": "r3"}},
+    "a teacher, the old policy's routes": {"loss": {"teacher": "given"}, "replay": {"mode": "r2"}},
     "the sampler's routes": {"replay": {"mode": "r3"}},
     "the old policy's routes": {"replay": {"mode": "r2"}},
 }
@@ -239,6 +251,11 @@ def config(path: Path, case: str) -> Config:
     for section, changes in CASES[case].items():
         sections[section] |= changes
     return Config.model_validate(sections)
+
+
+def teacher_of(factors: Named) -> Named:
+    """The factors of another adapter."""
+    return {name: 0.5 * value.flip(-1) for name, value in factors.items()}
 
 
 def rollout_of(path: Path, factors: Named) -> Rollout:

@@ -14,6 +14,7 @@ import update_reference
 import world
 from adapted import load
 from lora_reference import Named
+from planted_step import OF_A_TEACHER
 from reference_process import Problem
 from tiers import ci, nightly
 from update_reference import CASES, Updated
@@ -48,6 +49,8 @@ def _errors(
     policy = Policy.on(cfg, arch, parallel, model)
     policy.load_(factors)
     learner = Learner(cfg, policy, pad_token=0)
+    if cfg.loss.teacher:
+        learner.learn_from(update_reference.teacher_of(factors).items())
     advantages = grpo.group_advantages(batch.rewards, cfg.loss.advantage)
     timer = StepTimer(Heartbeat(0, RunLog(cfg, 0)), 0, parallel.device)
     own, routes = range(parallel.rank, len(batch.prompts), parallel.world_size), iter(update_reference.routes_of(batch))
@@ -63,6 +66,17 @@ def _errors(
         errors[moment] = max(_relative(whole[f"{name}.{moment}"], value) for name, value in of_moment.items())
     gaps = [(whole[name] - value).abs().mean() / cfg.optim.lr for name, value in expected.factors.items()]
     return errors | {"factors": float(max(gaps))}
+
+
+def planted(parallel: Parallel, path: Path, factors: Named, batch: Rollout, updates: dict[str, Updated]) -> dict:
+    """For each fault in the teacher's part the largest error of the steps that it changes."""
+    largest = {}
+    for name, (case, plant) in OF_A_TEACHER.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            errors = _errors(parallel, path, factors, batch, case, updates[case])
+        largest[name] = max(error for key, error in errors.items() if key != "factors")
+    return largest
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,3 +97,16 @@ def test_steps_are_those_of_the_unsharded_model_with_torchs_adamw(layout: str, c
         errors = dict(rank[case])
         assert errors.pop("factors") < OF_FACTORS, rank[case]
         assert max(errors.values()) < TOLERANCE, rank[case]
+
+
+@pytest.fixture(scope="module")
+def with_faults(problem: Problem) -> Callable[[str], dict[str, float]]:
+    args = problem.paths[KIND], problem.references[KIND].factors, problem.batch, problem.updates
+    return functools.cache(lambda layout: world.in_layouts([layout], planted, *args)[layout][0])
+
+
+@pytest.mark.parametrize("fault", OF_A_TEACHER)
+@pytest.mark.parametrize("layout", ["TP1"])
+def test_each_fault_in_the_part_of_a_teacher_changes_the_steps(layout: str, fault: str, with_faults) -> None:
+    """Negative control: the comparison above sees every line of what a teacher adds to a step."""
+    assert with_faults(layout)[fault] > 10 * TOLERANCE

@@ -19,9 +19,11 @@ from checks.dry_run_report import Compared, DryRun, as_text
 
 EP16 = ("qwen3", 16, 4, 16)  # configuration, ranks, tensor, expert, other changes
 R3 = ("qwen15_moe", 6, 2, 3, "model.recompute=false", "replay.mode=r3")
+TAUGHT = ci(("qwen3", 16, 4, 16, "loss.teacher=out/teacher"))
 LAYOUTS = [
     EP16,
     ci(R3),
+    TAUGHT,
     nightly(("qwen3", 16, 4, 4, "loss.entropy_coef=0.01")),
     nightly(("qwen3", 32, 1, 16, "replay.mode=r2")),
     nightly(("qwen3", 16, 2, 8, "model.quantisation=int4")),
@@ -116,6 +118,14 @@ def test_the_plan_agrees_with_the_dry_run(layout, found):
     assert PHASES | {"reference"} <= found[layout]["phases"].keys() == found[layout]["launches"].keys()
     compared = {row["what"] for row in found[layout]["compared"]}
     assert {"load", "push", "forward and backward", "update at 1.5", "weights", "backward: expert exchange"} <= compared
+
+
+@pytest.mark.ci
+def test_the_dry_run_makes_the_pass_of_a_teacher_and_holds_its_factors(found):
+    (layout,) = TAUGHT.values
+    rows = {row["what"]: row["found"] for row in found[layout]["compared"]}
+    assert "teacher" in found[layout]["phases"] and "teacher" not in found[EP16]["phases"]
+    assert rows["teacher"] == rows["adapters"] > 0
 
 
 @pytest.mark.ci

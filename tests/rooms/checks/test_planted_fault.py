@@ -51,6 +51,15 @@ def test_inverted_weights_are_the_reciprocals() -> None:
     assert ratios == [pytest.approx([2.0, 0.5]), pytest.approx([0.5, 2.0])]
 
 
+def test_a_permuted_teacher_has_the_adapters_of_the_other_layer() -> None:
+    names = [f"model.layers.{layer}.{module}.{factor}" for layer in (0, 1) for module in "pq" for factor in "AB"]
+    with mock.patch("weights.teacher.read", lambda cfg, arch: iter((name, name) for name in names)):
+        right, wrong = (dict(read(None, None)) for read in right_and_wrong("permuted_teacher"))
+    assert list(right.values()) == names and set(wrong) == set(names)
+    for name, factor in wrong.items():
+        assert factor == name.replace(".0.", ".x.").replace(".1.", ".0.").replace(".x.", ".1.")
+
+
 def test_a_reversed_clip_stops_what_should_pass_and_passes_what_should_be_stopped() -> None:
     """Ratios 1.5, limit 1.2. PPO has the losses 1.5 for A = -1, and -1.2 for A = 1, where a limit has no gradient."""
     found = []

@@ -31,11 +31,16 @@ from breaking import (
     file,
     flip_a_bit,
     model,
+    of_newest,
     other_factors,
     questions,
     resumed,
+    state_with,
+    taught,
+    taught_by_peft,
     typed,
     variables,
+    without_b,
     write_config,
 )
 from pytest import CaptureFixture, MonkeyPatch
@@ -144,12 +149,44 @@ RESUME = [
     row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
         resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),
 ]
+TEACHER = [  # the working run teaches, in a copy that each row changes
+    row("teacher of another rank", "loss.teacher: ... step-000002: model.layers.0. ... has rank 32; set lora.rank to "
+        "that or more", taught(), "lora.rank=16"),
+    row("teacher corrupted", "loss.teacher: ... step-000002/adapter.safetensors: corrupted: its sha256 is not",
+        taught(of_newest("adapter.safetensors", flip_a_bit))),
+    row("teacher corrupted, run", "loss.teacher: ... step-000002/state.json: corrupted: its sha256 is not",
+        taught(of_newest("state.json", lambda path: path.write_text(path.read_text() + "\n"))), run=True),
+    row("teacher nowhere", "loss.teacher: a/b holds no adapter; name a run, a checkpoint or a PEFT folder",
+        "loss.teacher=a/b"),
+    row("teacher with more targets", "step-000002 adapts model.layers.0. ... add their layers to lora.targets",
+        taught(), "lora.targets=[linear_qkv]"),
+    row("teacher of another dtype", "with model.dtype fp32, model.quantisation none; this run has bf16, none",
+        taught(), "model.dtype=bf16"),
+    row("teacher of another quantisation", "with model.dtype fp32, model.quantisation int4; this run has fp32, none",
+        taught(of_newest("state.json", state_with(lambda s: s["config"]["model"].update(quantisation="int4"))))),
+    row("teacher on other weights", "loss.teacher: ... was trained with another model.safetensors; name one of the",
+        taught(), model(lambda folder: flip_a_bit(folder / "model.safetensors"))),
+    row("teacher with another tokenizer", "was trained with another tokenizer.json; name one of the same base model",
+        taught(),
+        model(lambda m: (m / "tokenizer.json").write_text((m / "tokenizer.json").read_text() + "\n")), run=True),
+    row("teacher cut", "step-000002/adapter.safetensors: not a readable safetensors file",
+        taught(of_newest("adapter.safetensors", lambda path: cut(path.name)(path.parent)))),
+    row("teacher without a factor", "step-000002/adapter.safetensors: model.layers.0. ... is missing",
+        taught(of_newest("adapter.safetensors", other_factors(lambda t: t.popitem())))),
+    row("teacher without a file", "step-000002/adapter.safetensors: model.layers.0. ... is missing",
+        taught(of_newest("adapter.safetensors", Path.unlink))),
+    row("teacher of another version", "step-000002/state.json: lora.rang: unknown key; did you mean rank?",
+        taught(of_newest("state.json", state_with(lambda s: s["config"]["lora"].update(rang=4))))),
+    row("teacher of PEFT cut", "peft/adapter_model.safetensors: not a readable safetensors file",
+        taught_by_peft(cut("adapter_model.safetensors"))),
+    row("teacher of PEFT untrained", "peft/adapter_model.safetensors: every B is 0", taught_by_peft(without_b)),
+]
 # fmt: on
 # What readers find is in their own tests. Here are refusals that only a whole command meets, and that the command makes
 # one line of what a reader finds.
 TABLE = [
     one if place < 2 else pytest.param(*one.values, id=one.id, marks=pytest.mark.ci)
-    for part in (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME)
+    for part in (CONFIG, ENVIRONMENT, LAYOUT, MODEL, DATA, RESUME, TEACHER)
     for place, one in enumerate(part)
 ]
 PROCESSES = [param for param in TABLE if param.id in ("resume-nothing", "unknown-key")]
@@ -199,7 +236,16 @@ def assert_one_line(stderr: str, expected: str) -> None:
 
 @pytest.mark.parametrize("run", [True, False], ids=["run", "check"])
 @pytest.mark.parametrize(
-    "broken", [NEW, resumed(lambda r: None), ci(typed()), ci(model(lambda m: None)), ci(questions())]
+    "broken",
+    [
+        NEW,
+        resumed(lambda r: None),
+        taught(),
+        ci(taught_by_peft(lambda p: None)),
+        ci(typed()),
+        ci(model(lambda m: None)),
+        ci(questions()),
+    ],
 )
 def test_an_unbroken_run_prints_nothing_on_stderr(broken, run, place: Place, capfd: CaptureFixture) -> None:
     assert exit_code(command(place, (broken,), run)) == 0

@@ -444,6 +444,16 @@ def test_the_tiny_model_can_be_left_out_but_not_made_by_accident():
         (["rollout.max_new_tokens=8192"], "data.max_prompt_tokens 64 + rollout.max_new_tokens 8192 = 8256 tokens"),
         (["loss.importance=icepop", "loss.importance_low=2"], "loss.importance_low: 2.0 is not below"),
         (["loss.kl_coef=0"], "use loss.kl: none"),
+        (["loss.advantage=zero"], "loss.advantage: zero teaches nothing by itself; set a loss.teacher, or another"),
+        (["loss.teacher=a", "loss.skip_equal_groups=true"], "loss.skip_equal_groups: groups of equal reward still"),
+        (["loss.teacher=a", "reward.permute=true"], "reward.permute: accuracy rises by loss.teacher although rewards"),
+        (
+            ["loss.teacher=a", "loss.advantage=zero", "rollout.dynamic_rounds=1"],
+            "rollout.dynamic_rounds: with loss.advantage zero, groups of equal reward teach as much as others; set 0",
+        ),
+        (["loss.teacher_coef=2"], "loss.teacher_coef: not read, there is no loss.teacher"),
+        (["loss.teacher=''"], "loss.teacher: expected text, found ''"),
+        (["loss.teacher=a", "loss.teacher_coef=0"], "override loss.teacher_coef: expected more than 0.0, found 0"),
         (["data.source=gsm8k", "data.train_path=a"], "data.test_path: missing"),
         (
             ["data.source=file", "data.train_path=a"],

@@ -86,6 +86,39 @@ def test_a_group_of_one_counts_as_mean_zero_and_deviation_one() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL
+# --------------------------------------------------------------------------------------------------------- a teacher
+def test_zero_turns_rewards_off() -> None:
+    found = grpo.group_advantages(torch.tensor([[1.0, 0.0, 0.0], [2.0, 2.0, 7.0]]), "zero")
+    assert torch.equal(found, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="rewards: found NaN"):
+        grpo.group_advantages(torch.tensor([[math.nan, 0.0]]), "zero")
+
+
+def test_a_teacher_takes_its_reverse_kl_off_the_advantage_of_each_token_by_hand() -> None:
+    """0.5 - 2 (-1 + 3) = -3.5; 0.5 - 2 (-3 + 1) = 4.5; at most 20 nats: 0.5 -+ 40; a token of others has no term."""
+    old, taught = torch.tensor([[-1.0, -3.0, -0.5, -90.0, -1.0]]), torch.tensor([[-3.0, -1.0, -60.0, -1.0, math.nan]])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
+    found = grpo.distilled(torch.tensor([0.5]), old, taught, mask, 2.0)
+    torch.testing.assert_close(found, torch.tensor([[-3.5, 4.5, -39.5, 40.5, 0.5]]))
+    same = grpo.distilled(torch.tensor([0.5, -1.0]), old.expand(2, 5), old.expand(2, 5), mask.expand(2, 5), 3.0)
+    assert torch.equal(same, torch.tensor([[0.5] * 5, [-1.0] * 5]))
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """Each of five tokens is a row, weighted with its probability. KL(p || q) is torch's, in float64."""
+    make = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 5, generator=make, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, taught = (torch.log_softmax(values, 0)[:, None] for values in (logits, teacher))  # (5, 1)
+    old, mask = logp.detach(), torch.ones(5, 1)
+    advantages = grpo.distilled(torch.zeros(5), old, taught, mask, 1.0)
+    loss, _ = grpo.policy_loss(logp, old, advantages, mask, weights=5 * old.exp())  # the mean over five tokens
+    (found,) = torch.autograd.grad(loss, logits)
+    p, q = (torch.distributions.Categorical(logits=values) for values in (logits, teacher))
+    (expected,) = torch.autograd.grad(torch.distributions.kl_divergence(p, q), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("difference", [0.0, 0.5, -0.5, 2.0, -2.0, -2.61, -2.62, 10.9, 11.5, -25.0, 30.0])
 def test_kl_values_and_gradients_by_formula(difference: float) -> None:
     """``difference`` is logp - ref_logp. e^d - d - 1 exceeds 10 from d = 2.6109.. on: there the gradient is 0."""

@@ -615,6 +615,12 @@ def test_tokens_a_second_are_of_one_device_and_the_mfu_of_its_peak() -> None:
     assert "perf/mfu" not in utilisation.speed(CFG, QWEN3, ROWS, [], TIMING, 4, None, NEW)
 
 
+def test_a_teacher_adds_a_pass_of_the_policy_to_the_operations() -> None:
+    taught = CFG.changed(loss={"teacher": "out/run"})
+    shares = [utilisation.speed(cfg, QWEN3, ROWS, ROWS, TIMING, 4, 1e12, NEW)["perf/mfu"] for cfg in (CFG, taught)]
+    assert (shares[1] - shares[0]) * 10.0 * 1e12 * 4 == pytest.approx(by_hand(ROWS, 1, 1, 1, 1), rel=2e-3)
+
+
 def test_the_peak_is_known_for_the_devices_of_the_data_sheets_in_bf16_alone() -> None:
     for kind, name, peak in (
         ("npu", "Ascend910_9392", 376e12),

@@ -230,6 +230,21 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(c
     assert "a runtime of 2 GiB and, with graphs in the engine, 1.5 GiB more" in text and "3.500 GiB" in text
 
 
+def test_a_teacher_costs_the_memory_of_its_factors_and_a_pass_of_the_policy(capsys):
+    """configs/qwen3.yaml has four updates a step, and its old policy scores the rows of three. 88,473,600 fp32 numbers
+    are the factors of a rank: 48 layers of 4 x 128 / 16 experts and attention, by the plan of the same run."""
+    plain, taught = (report(capsys, QWEN3, "--ranks", "16", *more) for more in ([], ["loss.teacher=out/teacher"]))
+    before, after = (found["step_seconds"]["phases"] for found in (plain, taught))
+    assert after["teacher"] == pytest.approx(before["old policy"] / 0.75) and before["teacher"] == 0
+    assert sum(after.values()) - sum(before.values()) == pytest.approx(after["teacher"])
+    memory = [found["per_rank"] for found in (plain, taught)]
+    size = 4 * memory[0]["lora_parameters"]
+    assert memory[1]["parts"]["teacher"] == size and memory[0]["parts"]["teacher"] == 0
+    for phase in ("load", "sync", "rollout", "update", "optimizer", "save"):
+        assert memory[1]["phases"][phase] - memory[0]["phases"][phase] == size, phase
+    assert memory[1]["phases"]["reference"] - memory[0]["phases"]["reference"] == 2 * size  # and the policy's, kept
+
+
 def test_memory_refusals_follow_the_size_of_the_device(capsys):
     needed = report(capsys, QWEN3)["per_rank"]["phases"]
     smallest = max(needed.values()) / 0.95 / 2**30  # the margin is 5 %

@@ -103,6 +103,7 @@ def test_the_reference_is_the_policy_without_its_update_but_for_kernels_that_rou
 
 DEAD = {"actor/grad_norm": 0.0, "actor/entropy": 5.7, "actor/kl_loss": 3.5, "reward/equal_groups": 6}  # of 6 groups
 DIFFERING = DEAD | {"reward/equal_groups": 4, "actor/kl_loss": 0.0}
+TAUGHT = DEAD | {"actor/kl_loss": 0.0, "actor/teacher_kl": -0.2}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,18 @@ DIFFERING = DEAD | {"reward/equal_groups": 4, "actor/kl_loss": 0.0}
         (DIFFERING, {"loss__advantage": "own.py:advantage"}, ""),
         (DIFFERING, {"reward__function": "own.py:reward"}, ""),
         (DIFFERING | {"rollout/importance_mean": 0.0}, {}, ""),
+        (DIFFERING, {"loss__teacher": "run"}, ""),  # the teacher may undo what the rewards teach
+        (TAUGHT, {"loss__teacher": "run"}, "the KL to the teacher is -0.2"),
+        (
+            TAUGHT,
+            {"loss__teacher": "run", "loss__advantage": "zero", "loss__kl": "none"},
+            "the KL to the teacher is -0.2",
+        ),
+        (TAUGHT, {"loss__teacher": "run", "loss__mask_truncated": True}, "the KL to the teacher is -0.2"),
+        (TAUGHT, {"loss__teacher": "run", "loss__kind": "own.py:loss"}, ""),
+        (TAUGHT, {"loss__teacher": "run", "loss__teacher_coef": 1e-30}, ""),
+        (TAUGHT | {"rollout/importance_mean": 0.0}, {"loss__teacher": "run"}, ""),
+        (TAUGHT | {"actor/teacher_kl": 1e-5}, {"loss__teacher": "run"}, ""),
     ],
 )
 def test_a_gradient_of_exactly_0_is_reported_where_the_loss_must_have_one(row: dict, changes: dict, found: str) -> None:
@@ -130,6 +143,15 @@ def test_a_gradient_of_exactly_0_is_reported_where_the_loss_must_have_one(row: d
     assert len(said) == bool(found)
     for line in said:
         assert line.startswith(f"warning: checks.impossible: step 1: the gradient is exactly 0, although {found}")
+
+
+def test_a_teacher_that_is_the_policy_itself_is_reported_and_one_that_is_not_passes() -> None:
+    """An estimate of the KL may be negative by chance. Constant rewards are no fault if they teach nothing."""
+    (line,) = said_in([{"actor/teacher_kl": 0.0}], **ALL_WARN, loss__teacher="run")
+    assert line.startswith("warning: checks.impossible: step 1: the KL to the teacher is exactly 0: it is the policy")
+    assert said_in([{"actor/teacher_kl": kl} for kl in (-0.01, 1e-9, 3.0)], loss__teacher="run") == []
+    taught = training.config(Path("none"), Path("none"), loss__teacher="run", loss__advantage="zero")
+    assert "reward_constant" in Tripwires(taught, print).cannot_judge()
 
 
 # By hand, from the files of configs/: with a KL and without noise, unless named here.
