@@ -144,7 +144,7 @@ def load(
             + (", or set data.overlong_prompts: drop" if kept else "")
         )
     return Questions(
-        kept,
+        [question._replace(position=n) for n, question in enumerate(kept)],
         seed,
         f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
         f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),

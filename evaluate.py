@@ -30,6 +30,7 @@ from inputs.config import command, command_line, resolve_config
 from inputs.rules import refuse_first, trainer_problems
 from knobs import Config, EvalConfig, RolloutConfig
 from parallel_setup import Parallel
+from runlog.completions import Row
 from tasks.environment import Environment
 from tasks.scoring import Score, Scorer
 from weights import huggingface
@@ -44,8 +45,8 @@ def evaluate(
     parallel: Parallel,
     beat: Callable[[str], None] = lambda done: None,
     environment: Environment | None = None,
-) -> tuple[dict, list[dict]]:
-    """A summary (keys eval/...) and one outcome a question, the same on every rank. Collective.
+) -> tuple[dict, list[dict], list[Row]]:
+    """A summary (keys eval/...) and one outcome a question, the same on every rank; a row for each answer. Collective.
 
     ``held_out``: the main set under "", and those of eval.sets under their names, whose keys are eval/NAME/... Of
     ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
@@ -53,17 +54,18 @@ def evaluate(
     run, so two evaluations differ by their policies. Intervals count questions, not samples, because the k samples of
     a question are not independent.
     """
-    summary, outcomes = {}, []
+    summary, outcomes, rows = {}, [], []
     for name, questions in held_out.items():
-        results = _results(engine, name, questions, score, settings, sampling, parallel, beat, environment)
+        results, kept = _results(engine, name, questions, score, settings, sampling, parallel, beat, environment)
         summary |= _summary(results, prefix(name))
+        rows += rollout.by_prompt(kept, sampling.tensor, parallel)
         outcomes += [
             ({"set": name} if name else {})
             | {"question": index, "gold": questions[index].gold}
             | {"greedy": row[0, 0].item(), "sampled": row[1:, 0].tolist()}
             for index, row in enumerate(results)
         ]
-    return summary, outcomes
+    return summary, outcomes, rows
 
 
 def prefix(name: str) -> str:
@@ -81,13 +83,16 @@ def _results(
     parallel: Parallel,
     beat: Callable[[str], None],
     environment: Environment | None,
-) -> torch.Tensor:
-    """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank."""
+) -> tuple[torch.Tensor, list[Row]]:
+    """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank.
+
+    The second value has a row for each answer that this rank sampled.
+    """
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
     indices = rollout.own_prompts(count, tensor, parallel)
     num_own = len(range(0, count, parallel.world_size // tensor))
-    results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
+    rows: list[Row] = []
     for start in range(0, num_own, settings.batch_size):  # equally often on every rank: engines may sample in lockstep
         wave = indices[start : start + settings.batch_size]
         beat(f"{start} of {num_own} questions of an evaluation{f' of {name}' * bool(name)}")
@@ -103,11 +108,14 @@ def _results(
             sampled = ask(num_samples=k, temperature=settings.temperature)
             answers = [greedy + group for greedy, group in zip(answers, sampled, strict=True)]
         pairs = zip(wave, answers, strict=True)
-        scores = iter(score([(questions[index], answer) for index, group in pairs for answer in group]))
-        for i, group in enumerate(answers):
-            scored = [(one.correct, one.found, sum(answer.mask)) for answer, one in zip(group, scores, strict=False)]
-            results[start + i] = torch.tensor(scored, dtype=torch.float32).flatten()
-    return rollout.in_prompt_order(parallel.gather_rows(results), count, tensor).view(count, 1 + k, 3)
+        numbered = [(index, number, answer) for index, group in pairs for number, answer in enumerate(group)]
+        scores = score([(questions[index], answer) for index, _, answer in numbered])
+        rows += rollout.rows_of(questions, name or "test", numbered, scores)
+    results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
+    numbers = [[row["correct"], row["parsable"], row["tokens"]] for row in rows]
+    results[: len(indices)] = torch.tensor(numbers, dtype=torch.float32).view(len(indices), 3 * (1 + k))
+    by_rank = parallel.gather_rows(results)
+    return rollout.in_prompt_order(by_rank, count, tensor).view(count, 1 + k, 3), rows
 
 
 def _summary(results: torch.Tensor, key: str) -> dict:
@@ -190,7 +198,7 @@ def measure(cfg: Config) -> dict:
         engine.load_weights(
             (name, quantisation.frozen(base, name, dtype, model.quantisation)) for name in tensor_shapes(arch)
         )
-        summary, _ = evaluate(
+        summary, *_ = evaluate(
             engine,
             held_out,
             functools.partial(rollout.score_completions, tokenizer=tokenizer, scorer=scorer),

@@ -33,6 +33,16 @@ def _paths(value: Any) -> str | tuple[str, ...]:
 Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]
 
 
+def _logged(value: Any) -> str | int:
+    """Return "all" or a number of questions; raise ValueError with what is needed for all other values."""
+    if value == "all" or (type(value) is int and 0 <= value <= 10**9):
+        return value
+    raise ValueError("all, or a number of questions of 0 or more")
+
+
+Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
+
+
 def listed(paths: Paths | Path) -> tuple[str, ...]:
     """Return one or several paths as a tuple."""
     return paths if isinstance(paths, tuple) else (str(paths),)
@@ -184,7 +194,8 @@ class RewardConfig(Section):
         "strict: the number after the last ####; math: the last \\boxed{}, by math-verify; the others: other projects'",
     )
     function: Function | None = knob(
-        None, "FILE.py:NAME to use instead: (completion, gold, row) -> score, or (score, answer found, correct)"
+        None,
+        "FILE.py:NAME to use instead: (completion, gold, row) -> score, (score, answer found, correct) or {score, ..}",
     )
     seconds: float = knob(
         10.0, "time limit for one score; beyond it, reward.function ends the run and math finds no answer", gt=0
@@ -356,7 +367,9 @@ class TrainConfig(Section):
     changed_inputs: Literal["refuse", "accept"] = knob(
         "refuse", "what a resume does if model, tokenizer or data differ from inputs.json; accept records the new ones"
     )
-    completions_logged: int = knob(2, "completions per step that are written to the run folder", ge=0, le=2**16)
+    completions_logged: Logged = knob(
+        "all", "questions of each step whose completions are written; 0: those of evaluations neither"
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab"], ...] = knob(
         (), "programs that also get the metrics; offline unless their API key is in the environment", strict=False
     )
@@ -369,6 +382,11 @@ class TrainConfig(Section):
     stall_seconds: int = knob(
         1200, "a rank without progress for this long says where, and ends; 0: off", ge=0, le=10**9
     )
+
+    @property
+    def questions_logged(self) -> float:
+        """The largest number of questions per step whose completions are written."""
+        return math.inf if self.completions_logged == "all" else self.completions_logged
 
     def is_due(self, steps_done: int, every: int) -> bool:
         """Return whether something is due that happens every ``every`` steps (0: never) and after the last step."""

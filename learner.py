@@ -87,6 +87,7 @@ class Learner:
         # The factors before each of the last rollout.staleness training steps, the oldest first.
         self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
         self.teacher: dict[str, Tensor] = {}  # the factors of loss.teacher
+        self.teacher_kl: dict[int, Tensor] = {}  # sequences of the last step that this rank trained -> mean per token
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
@@ -128,6 +129,7 @@ class Learner:
         for first in range(0, len(advantages), per_update):
             sequences = list(range(first, first + per_update))
             updates.append(self._prepare(batch, completions, sequences, advantages))
+        self.teacher_kl = {}
         self.trained = [sequence for update in updates for sequence in update.trained]
         trained_tokens = sum(batch.sampled_lengths[sequence] for sequence in self.trained)
 
@@ -334,7 +336,11 @@ class Learner:
         metrics = {f"actor/{name}": Share(value, "tokens") for name, value in measured.items()}
         metrics["actor/policy_loss"] = Share(measured["policy_loss"], "updates")
         if micro.teacher_logp is not None:
-            metrics["actor/teacher_kl"] = mean(grpo.kl(old_logp, micro.teacher_logp, "k1", micro.mask))
+            reverse_kl = grpo.kl(old_logp, micro.teacher_logp, "k1", micro.mask)
+            metrics["actor/teacher_kl"] = mean(reverse_kl)
+            by_row = reverse_kl.sum(dim=1) / micro.mask.sum(dim=1).clamp(min=1)
+            # Without a sequence there is one row, which trains nothing.
+            self.teacher_kl |= zip(micro.sequences, by_row.cpu(), strict=False)
         if micro.ref_logp is not None:
             kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
             loss = loss + loss_cfg.kl_coef * combined(kl)

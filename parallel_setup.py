@@ -286,6 +286,12 @@ class Parallel:
         dist.all_gather_object(by_rank, value)
         return by_rank
 
+    def join_on_first(self, values: list) -> list:
+        """Return the ``values`` of all ranks, in rank order, on rank 0, and [] on the others."""
+        by_rank: list = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(values, by_rank or None)
+        return sum(by_rank, [])
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum over all ranks; a new tensor on the host, the same on every rank."""
         total = values.detach().cpu().clone()

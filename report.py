@@ -6,7 +6,7 @@
     python report.py --check --against REV          and if since commit REV a record was changed or removed
     python report.py rerun ID [--run]               print the commands that repeat a run (--run: execute and compare)
     python report.py weights ID FOLDER              write the tiny model from which the run started to FOLDER
-    python report.py show out/RUN [--step N]        print the questions, completions and rewards of a step
+    python report.py show out/RUN                   how the run is going, and what its model writes (--help: views)
     python report.py compare A B [C ...]            compare records, variants or run folders with the first one
     python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
@@ -28,9 +28,10 @@ from facts.engines import ENGINES
 from facts.exits import InputError
 from facts.root import ROOT
 from inputs.config import changed_keys, command
-from inputs.files import first_names
-from lab import comparisons, pages, records
+from inputs.files import first_names, printable
+from lab import comparisons, look, pages, records
 from lab.records import Record
+from runlog import completions
 
 if TYPE_CHECKING:
     import pandas
@@ -195,6 +196,26 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
     return 0
 
 
+def show(args: argparse.Namespace) -> None:
+    """Print a view of a run."""
+    kind, number = ("step", args.step) if args.eval is None else ("eval", args.eval)
+    if args.diff:
+        sides = [(args.run, int(name)) if name.isdecimal() else (Path(name), look.LAST) for name in args.diff]
+        before, after = (look.file_of(run, "eval", step) for run, step in sides)
+        lines = look.diff(before, after, args.limit)
+    elif args.question and number is None:
+        lines = []
+        for path in [*completions.files(args.run, "eval").values(), *completions.files(args.run, "step").values()]:
+            lines += look.listing(path, args.only, args.question, args.limit)
+    elif number is not None or args.only:
+        path = look.file_of(args.run, kind, look.LAST if number is None else number)
+        lines = look.listing(path, args.only, args.question, args.limit)
+    else:
+        lines = look.overview(args.run)
+    text = "\n".join(lines).strip() or "no such completion"
+    print(printable(text, kept="\n\t"))  # a model may write anything
+
+
 # ------------------------------------------------------------------------------------------------------------ checking
 
 
@@ -257,10 +278,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     restoring.set_defaults(
         act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
     )
-    showing = verbs.add_parser("show", help="print the questions, completions and rewards of a step")
+    showing = verbs.add_parser("show", help="print how a run is going, and what its model writes")
     showing.add_argument("run", type=Path, metavar="out/RUN")
-    showing.add_argument("--step", type=int, metavar="N", help="by default the last one with completions")
-    showing.set_defaults(act=lambda args: print(records.show(args.run, args.step)))
+    showing.add_argument("--step", type=int, metavar="N", help="completions of step N")
+    showing.add_argument(
+        "--eval", type=int, nargs="?", const=look.LAST, metavar="N", help="answers after N steps, or the last ones"
+    )
+    showing.add_argument("--only", choices=completions.OUTCOMES, default="", help="completions with this outcome")
+    showing.add_argument("--question", default="", metavar="ID", help="this question, such as test:20, in all files")
+    showing.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two evaluations: steps of this run, or runs")
+    showing.add_argument("--limit", type=int, default=4, metavar="N", help="most completions of a file (4)")
+    showing.set_defaults(act=show)
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument("names", nargs="+", metavar="NAME", help="record, variant, run folder, or folder of a sweep")
     comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")

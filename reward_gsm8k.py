@@ -93,11 +93,6 @@ def in_form(answer_field: str, method: str, boxed: bool) -> str:
     return answer_field
 
 
-def parsable(response: str, method: str = "strict") -> bool:
-    """Whether the method finds an answer at all, right or wrong."""
-    return extract(response, method) is not None
-
-
 def extract(response: str, method: str = "strict") -> str | None:
     """The answer text that the method finds in a response, or None. Raises ValueError for an unknown method."""
     if method == "strict":

@@ -7,9 +7,12 @@ n samples the prompts r, r + n, r + 2 n, ... All ranks then exchange their resul
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import operator
 import re
+import statistics
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +26,7 @@ from facts.seeds import derive_seed
 from knobs import Config, RolloutConfig
 from model.batches import Rollout
 from parallel_setup import Parallel
+from runlog.completions import Row
 from tasks.environment import Environment
 from tasks.scoring import Call, Score, Scorer
 
@@ -39,6 +43,7 @@ class Sampled(NamedTuple):
 
     batch: Rollout  # the sequences to train on
     completions: list[list[Completion]]  # the part of the batch that this rank sampled, as the engine returned it
+    rows: list[Row]  # a row for each completion that this rank sampled, also of the groups that were replaced
     asked: list[Question]  # the P questions of the batch
     all_asked: list[Question]  # the P questions of the first round, followed by those of later rounds
     first: Rollout  # the first round, before any group was replaced because of its outcome
@@ -77,7 +82,7 @@ def sample_step(
         environment=environment,
     )
     asked = questions.pick(step, settings.prompts_per_step)
-    first, completions = draw(asked)
+    first, completions, rows = draw(asked)
     batch, all_asked, num_tokens, rounds = first, [*asked], sum(first.lengths), 1
     own = own_prompts(len(asked), settings.tensor, parallel)
     for round_ in range(1, settings.dynamic_rounds + 1):
@@ -87,10 +92,13 @@ def sample_step(
         indices = equal[: len(new)]
         for index, question in zip(indices, new, strict=True):
             asked[index] = question
-        drawn, groups = draw(asked, round_=round_, indices=indices)
+        drawn, groups, new_rows = draw(asked, round_=round_, indices=indices)
         batch = with_groups(batch, drawn, indices)
         for index, group in zip((index for index in own if index in indices), groups, strict=True):
             completions[own.index(index)] = group
+        for one in rows:
+            one["dropped"] |= one["prompt"] in indices
+        rows += new_rows
         all_asked, num_tokens, rounds = all_asked + new, num_tokens + sum(drawn.lengths), round_ + 1
     if overlong := cfg.reward.overlong:
         lengths = torch.tensor(batch.lengths).view_as(batch.rewards)
@@ -102,7 +110,8 @@ def sample_step(
         "rollout/dropped_groups_frac": 1 - len(asked) / len(all_asked),
         "rollout/sampled_per_trained": len(all_asked) / len(asked),
     }
-    return Sampled(batch, completions, asked, all_asked, first, num_tokens, extra if settings.dynamic_rounds else {})
+    extra = extra if settings.dynamic_rounds else {}
+    return Sampled(batch, completions, rows, asked, all_asked, first, num_tokens, extra)
 
 
 def with_groups(batch: Rollout, drawn: Rollout, indices: Collection[int]) -> Rollout:
@@ -132,10 +141,11 @@ def sample(
     indices: Collection[int] | None = None,
     routed_experts: bool = False,
     environment: Environment | None = None,
-) -> tuple[Rollout, list[list[Completion]]]:
+) -> tuple[Rollout, list[list[Completion]], list[Row]]:
     """Sample and score G completions of each question.
 
-    Returns the completions of all ranks, on every rank, and those that this rank sampled, as the engine returned them.
+    Returns the completions of all ranks, on every rank, those that this rank sampled, as the engine returned them, and
+    a row for each of the latter.
     The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
     round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
     get completions, and the rows of the others are 0.
@@ -153,7 +163,8 @@ def sample(
     answers = [(p, j, one) for p, group in zip(own, completions, strict=True) for j, one in enumerate(group)]
     scores = score([(asked[p], one) for p, _, one in answers])
     fields = gather_answers(answers, scores, len(asked), settings, parallel)
-    return Rollout(prompts=[question.prompt for question in asked], ranks_alike=settings.tensor, **fields), completions
+    batch = Rollout(prompts=[question.prompt for question in asked], ranks_alike=settings.tensor, **fields)
+    return batch, completions, rows_of(asked, "train", answers, scores)
 
 
 def gather_answers(
@@ -181,7 +192,7 @@ def gather_answers(
         integers[row][:n] = torch.where(mask, tokens, ~tokens)
         integers[row][longest:] = torch.tensor([n, CUT_OFF.get(one.finish_reason, 0)])
         reals[row][:n] = torch.tensor(one.logp)
-        reals[row][longest:] = torch.tensor(scored, dtype=torch.float32)
+        reals[row][longest:] = torch.tensor(scored[:3], dtype=torch.float32)
     integers = in_prompt_order(parallel.gather_rows(integers), count, settings.tensor)
     reals = in_prompt_order(parallel.gather_rows(reals), count, settings.tensor)
     sent, lengths, cut_off = integers.flatten(0, 1).split([longest, 1, 1], dim=1)
@@ -201,19 +212,17 @@ def gather_answers(
 def score_completions(
     answers: Sequence[tuple[Question, Completion]], tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[Score]:
-    """Score each completion as an answer to its question, with tasks/scoring.py. The text leaves out the stop token."""
+    """Score each completion as an answer to its question, with tasks/scoring.py.
+
+    The text leaves out the stop token. It begins with the opened_thinking of the prompt, if there is one.
+    """
     calls = []
     for question, completion in answers:
         stopped = completion.finish_reason == "stop"
         tokens = completion.tokens[:-1] if stopped else completion.tokens
-        text = text_of(question.prompt, tokens, tokenizer)
+        text = opened_thinking(question.prompt, tokenizer) + tokenizer.decode(tokens)
         calls.append(Call(text, question.gold, question.columns))
-    return scorer(calls)
-
-
-def text_of(prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode a completion's ``tokens``. The text begins with the opened_thinking of its ``prompt``, if there is one."""
-    return opened_thinking(prompt, tokenizer) + tokenizer.decode(tokens)
+    return [one._replace(text=call.completion) for one, call in zip(scorer(calls), calls, strict=True)]
 
 
 def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -234,6 +243,70 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     results.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
+
+
+def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion]], scores: list[Score]) -> list[Row]:
+    """Return what a run keeps of each answer: index of its question, number, completion; and of its score.
+
+    `of_step` adds what only the trainer knows.
+    """
+    rows = []
+    for (prompt, sample, one), score in zip(answers, scores, strict=True):
+        question, mask = questions[prompt], one.mask
+        begun = [later and not earlier for earlier, later in zip(mask, mask[1:], strict=False)]
+        turns = {"turns": 1 + sum(begun), "environment_tokens": mask.count(False)}
+        row = {
+            "id": f"{split}:{question.position}",
+            "prompt": prompt,
+            "sample": sample,
+            "question": question.question,
+            "gold": question.gold,
+            "reward": score.reward,
+            "correct": score.correct,
+            "parsable": score.found,
+            "answer": score.answer,
+            "tokens": sum(mask),
+            "finish": one.finish_reason,
+            "advantage": None,
+            "logp": round(sum(one.logp) / max(1, sum(mask)), 4),
+            "dropped": False,
+            **(turns if False in mask else {}),
+            "parts": score.parts,
+            "completion": score.text,
+        }
+        rows.append(row)
+    return rows
+
+
+def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor], parallel: Parallel) -> list[Row]:
+    """Return the rows of all ranks as by_prompt does, with rewards, advantages (P, G) and Learner.teacher_kl.
+
+    A group that dynamic sampling has dropped comes before the group that replaced it. Collective.
+    """
+    rows = by_prompt(sampled.rows, sampled.batch.ranks_alike, parallel)
+    trained = [one for one in rows if not one["dropped"]]  # in the order of the sequences
+    for sequence, one in enumerate(trained):
+        one["reward"] = sampled.batch.rewards.flatten()[sequence].item()  # with penalties
+        one["advantage"] = round(advantages.flatten()[sequence].item(), 4)
+    for sequence, kl in parallel.join_on_first([*teacher_kl.items()]):
+        trained[sequence]["teacher_kl"] = round(kl.item(), 4)
+    return rows
+
+
+def by_prompt(rows: list[Row], tensor: int, parallel: Parallel) -> list[Row]:
+    """Return the rows of all ranks on rank 0, in the order of the prompts, and [] on the others. Collective."""
+    sends = parallel.rank % tensor == 0  # the other ranks of its replica have the same rows
+    return sorted(parallel.join_on_first(rows if sends else []), key=operator.itemgetter("prompt"))
+
+
+def part_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the mean of each number among the parts of the rewards, over the trained completions that have it."""
+    found = collections.defaultdict(list)
+    for one in rows:
+        for name, part in one["parts"].items():
+            if not one["dropped"] and not isinstance(part, str):
+                found[f"reward/part/{name}"].append(part)
+    return {name: statistics.fmean(numbers) for name, numbers in found.items()}
 
 
 def metrics(sampled: Sampled) -> dict[str, float]:

@@ -114,7 +114,7 @@ def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) ->
         updated = learner.update(batch, sampled.completions, advantages.flatten(), step, timer)
 
         # 5. Record, check, evaluate without noise, save.
-        metrics = run.record(step, sampled, updated | pushed, learner, timer)
+        metrics = run.record(step, sampled, advantages, updated | pushed, learner, timer)
         run.check(step, batch.rewards, metrics, learner, push)
         if cfg.train.is_due(step + 1, cfg.eval.every):
             push.clean()

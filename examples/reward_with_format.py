@@ -8,20 +8,20 @@ import re
 LAST_LINE = re.compile(r"#### (-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*$")
 
 
-def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
+def score(completion: str, gold: str, row: dict) -> dict[str, float]:
     """0.1 for an answer in the form '#### N' as the last line, and 0.9 more if N is right.
 
     ``row`` has all columns of the question's row in its file, for example its difficulty; here they are not used.
-    Returns (score, whether an answer was found, whether it is right): accuracy counts the last one.
+    found: whether there is an answer; correct: whether it is right, which accuracy counts. The other entries are parts:
+    reward/part/form is logged.
     """
     found = LAST_LINE.search(completion)
-    if found is None:
-        return 0.0, False, False
-    is_right = float(found[1].replace(",", "")) == float(gold)
-    return 0.1 + 0.9 * is_right, True, is_right
+    is_right = found is not None and float(found[1].replace(",", "")) == float(gold)
+    form = 0.1 if found else 0.0
+    return {"score": form + 0.9 * is_right, "found": found is not None, "correct": is_right, "form": form}
 
 
 def form(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
     """1 for an answer in that form, right or wrong: a control, which shows what the form alone gives."""
-    _, has_form, is_right = score(completion, gold, row)
-    return float(has_form), has_form, is_right
+    found = score(completion, gold, row)
+    return float(found["found"]), bool(found["found"]), bool(found["correct"])

@@ -5,6 +5,7 @@ Evaluations are points without a line between them, because nothing was measured
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ METRICS = (
     "actor/entropy",
     "rollout/logp_gap_mean",
     "response_length/mean",
+    "response_length/truncated_frac",
     "actor/grad_norm",
     "reward/unparsable_frac",
     "reward/equal_groups",
@@ -42,18 +44,21 @@ def draw_curves(run: Path) -> None:
     figure.savefig(run / "curves.png", dpi=110)
 
 
-def read_curves(run: Path) -> dict[str, Curve]:
-    """The accuracies, then those of METRICS that the run has; NaN for a value that is not finite."""
+def read_curves(run: Path, metrics: Sequence[str] = METRICS) -> dict[str, Curve]:
+    """Return the accuracies, the parts of the reward, then those of ``metrics`` that the run has.
+
+    A value that is not finite is NaN.
+    """
     curves: dict[str, Curve] = {}
     for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):
         for line in read_lines(run / name):
             for key, value in line.items():
-                if key in METRICS or key.endswith("_accuracy"):
+                if key in metrics or key.endswith("_accuracy") or key.startswith("reward/part/"):
                     curve = curves.setdefault(key, {})
                     curve[line["step"]] = math.nan if value is None else value
-    accuracies = sorted(key for key in curves if key.endswith("_accuracy"))
-    others = [key for key in METRICS if key in curves]
-    return {key: curves[key] for key in accuracies + others}
+    first = sorted(key for key in curves if key not in metrics)
+    others = [key for key in metrics if key in curves]
+    return {key: curves[key] for key in first + others}
 
 
 def draw_panel(axes: Any, key: str, curve: Curve) -> None:

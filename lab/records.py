@@ -18,7 +18,6 @@ from facts.exits import InputError
 from inputs.config import MAY_CHANGE, changed_keys
 from inputs.files import (
     first_names,
-    printable,
     read_file,
     read_object,
     read_text,
@@ -26,6 +25,7 @@ from inputs.files import (
     whole_folder,
     write_atomically,
 )
+from runlog import completions
 from runlog.run_record import checksums, of_last_start, read_lines, variant_name
 
 if TYPE_CHECKING:
@@ -138,39 +138,17 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """A row for each step, and one for the last evaluation; of the completions, those of the first and last step."""
+    """A row for each step, and one for the last evaluation; of the completions, a few of the first and last step."""
     rows: dict[int, dict[str, Any]] = {}
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
         for line in read_lines(folder / f"{file}.jsonl"):
             kept = {key: x for key, x in line.items() if key == "timing/step_s" or not key.startswith(STAYS_BEHIND)}
             rows.setdefault(step := line["step"] - before, {}).update(kept, step=step)
-    completions = read_lines(folder / "completions.jsonl")
-    for line in completions:
-        if line["step"] in (completions[0]["step"], completions[-1]["step"]):
-            said = {key: value for key, value in line.items() if key != "step"}
-            rows[line["step"] - 1].setdefault("completions", []).append(said)
+    kept = completions.files(folder, "step")
+    for step in (min(kept, default=0), max(kept, default=0)):
+        if step - 1 in rows:
+            rows[step - 1]["completions"] = completions.telling(completions.read(kept[step]))
     return [rows[step] for step in sorted(rows)]
-
-
-def show(run: Path, step: int | None = None) -> str:
-    """The completions of ``step`` as text, by default of the last step that has any. InputError if there are none.
-
-    A step has train.completions_logged of them; they answer its first question.
-    """
-    path = run / "completions.jsonl"
-    rows = read_lines(path)
-    if not rows:
-        raise InputError(f"{path}: found no completions; needed: a run with train.completions_logged of 1 or more")
-    steps = {row["step"] for row in rows}
-    if step is None:
-        step = max(steps)
-    if step not in steps:
-        raise InputError(f"--step: found {step}; needed: a step with completions, {min(steps)} to {max(steps)}")
-    shown = [row for row in rows if row["step"] == step]
-    lines = [f"{run.name}, step {step}", "", f"question: {shown[0]['question']}", f"gold answer: {shown[0]['gold']}"]
-    for row in shown:
-        lines += ["", f"--- reward {row['reward']}, {row['tokens']} tokens", row["completion"]]
-    return printable("\n".join(lines), kept="\n\t")  # a model may write anything
 
 
 # -------------------------------------------------------------------------------------------------------- the results

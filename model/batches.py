@@ -55,6 +55,7 @@ class MicroBatch:
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
     packing: Packing  # how the rows become one packed sequence of M tokens
+    sequences: list[int]  # the numbers of the rows in the rollout; none for a row that trains nothing
     routes: Tensor | None = None  # (1, M, L, K) experts to replay, L MoE layers
     replayed: Tensor | None = None  # (1, M) the number of rows whose token has a route here
     stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
@@ -169,7 +170,7 @@ def pack(
     chosen = advantages[sequences] if sequences else torch.zeros(1)
     tokens, mask = tokens.to(device), mask.to(device)
     packed = packing.pack(tokens, mask, multiple)
-    micro = MicroBatch(tokens, mask, logp.to(device), chosen.to(device), packed)
+    micro = MicroBatch(tokens, mask, logp.to(device), chosen.to(device), packed, sequences)
     if records is not None and sequences:
         routes = torch.zeros(*shape, *records[sequences[0]].shape[1:], dtype=torch.uint8)
         has_route = torch.zeros(shape, dtype=torch.long)

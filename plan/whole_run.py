@@ -1,4 +1,4 @@
-"""How long a whole run takes, and how much disk space its checkpoints need, by the plan of one step.
+"""How long a whole run takes, and how much disk space its checkpoints and completions need, by the plan of one step.
 
 This is rough: steps times the expected seconds of a step, and evaluations by its prefill and decode steps. Loading the
 model, its warm start and writing checkpoints are not counted. Nothing here imports torch.
@@ -12,6 +12,7 @@ from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Verdict
 
+TOKEN_BYTES, ROW_BYTES = 2, 100  # of a compressed completion; English text of 4 letters per token takes 1.64 bytes
 GSM8K_HELD_OUT = 1319  # questions; assumed of every file, and printed. eval.num_questions sets it
 
 
@@ -23,6 +24,7 @@ class WholeRun(NamedTuple):
     num_evaluations: int
     num_questions: int  # of one evaluation
     kept_bytes: int  # of the checkpoints that stay at the end
+    completion_bytes: float  # of the folder completions/, if no completion ends early
 
     @property
     def hours(self) -> float:
@@ -48,6 +50,10 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         a_set += waves * cfg.rollout.max_new_tokens * times.phases["decode"] / times.decode_steps
         a_set += questions * times.phases["prefill"] / cfg.rollout.prompts_per_step
     evaluations = 1 + _times_due(cfg.eval.every, cfg.train.steps)  # one before the first step
+    rounds = cfg.train.steps * (1 + cfg.rollout.dynamic_rounds)
+    completions = rounds * min(cfg.train.questions_logged, cfg.rollout.prompts_per_step) * cfg.rollout.group_size
+    if cfg.train.questions_logged:
+        completions += evaluations * sets * questions * (1 + cfg.eval.samples)
     kept = min(cfg.train.keep_last, _times_due(cfg.train.checkpoint_every, cfg.train.steps))
     return WholeRun(
         steps=cfg.train.steps * times.total,
@@ -55,6 +61,7 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         num_evaluations=evaluations,
         num_questions=sets * questions,
         kept_bytes=kept * checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness),
+        completion_bytes=completions * (ROW_BYTES + TOKEN_BYTES * cfg.rollout.max_new_tokens),
     )
 
 
@@ -69,5 +76,6 @@ def sentence(run: WholeRun, steps: int) -> str:
     return (
         f"estimated run: {three_digits(run.hours)} h = {steps} steps {hours[0]} h"
         f" + {run.num_evaluations} evaluations of {run.num_questions:,} questions {hours[1]} h"
-        f"; {three_digits(run.kept_bytes / GIB)} GiB of checkpoints stay"
+        f"; {three_digits(run.kept_bytes / GIB)} GiB of checkpoints stay, and at most "
+        f"{three_digits(run.completion_bytes / GIB)} GiB of completions"
     )

@@ -13,8 +13,7 @@ import evaluate
 import lora_megatron
 import parallel_setup
 import rollout
-from data_gsm8k import Question
-from engines.interface import Completion, Engine
+from engines.interface import Engine
 from hardware import device as devices
 from inputs import teacher as teachers
 from inputs.config import changes_at_resume, to_dict, to_yaml
@@ -22,7 +21,6 @@ from inputs.files import disk_errors
 from knobs import Config
 from lab import curves
 from learner import Learner
-from model.batches import Rollout
 from parallel_setup import Parallel
 from plan import utilisation
 from rollout import Sampled
@@ -93,7 +91,7 @@ class Run:
     def evaluate(self, engine: Engine, after_steps: int) -> None:
         """Evaluate the policy after ``after_steps`` steps, which ``engine`` has, and log the result. Collective."""
         cfg, inputs = self.cfg, self.inputs
-        summary, outcomes = evaluate.evaluate(
+        summary, outcomes, answers = evaluate.evaluate(
             engine,
             inputs.held_out,
             inputs.score,
@@ -104,26 +102,11 @@ class Run:
             inputs.environment,
         )
         headlines = {name: evaluate.headline(summary, name) for name in inputs.held_out}
+        if cfg.train.questions_logged:
+            self.log.log_completions("eval", after_steps, answers)
         self.log.log_eval(after_steps, summary, outcomes)
         for name, said in headlines.items():
             self.log.say(f"{name or 'held-out'} accuracy after {after_steps} steps: {said}")
-
-    def shown_completions(
-        self, asked: list[Question], batch: Rollout, completions: list[list[Completion]]
-    ) -> list[dict]:
-        """Return the first completions of the first question as text, for completions.jsonl."""
-        first = completions[0][: self.cfg.train.completions_logged] if completions else []
-        return [
-            {
-                "question": asked[0].question,
-                "gold": asked[0].gold,
-                "completion": rollout.text_of(asked[0].prompt, completion.tokens, self.inputs.tokenizer),
-                "reward": batch.rewards[0, index].item(),
-                "tokens": sum(completion.mask),
-            }
-            | ({"environment_tokens": given} if (given := completion.mask.count(False)) else {})
-            for index, completion in enumerate(first)
-        ]
 
     def start_step(self, step: int) -> StepTimer:
         """Start the timer of ``step``, which counts from 0, and a profiler if train.profile_steps has the step."""
@@ -144,12 +127,20 @@ class Run:
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
     def record(
-        self, step: int, sampled: Sampled, metrics: dict[str, float], learner: Learner, timer: StepTimer
+        self,
+        step: int,
+        sampled: Sampled,
+        advantages: Tensor,
+        metrics: dict[str, float],
+        learner: Learner,
+        timer: StepTimer,
     ) -> dict[str, float]:
-        """Log the metrics and times of a step. Returns the metrics of rank 0, by which all ranks decide. Collective."""
-        metrics = self.parallel.gather_objects(rollout.metrics(sampled) | metrics)[0]
-        completions = self.shown_completions(sampled.asked, sampled.batch, sampled.completions)
-        self.log.log_rows("completions.jsonl", step + 1, completions)
+        """Log completions, metrics and times of a step. Returns rank 0's metrics, by which all decide. Collective."""
+        rows = rollout.of_step(sampled, advantages, learner.teacher_kl, self.parallel)
+        computed = rollout.metrics(sampled) | rollout.part_means(rows) | metrics
+        metrics = self.parallel.gather_objects(computed)[0]
+        logged = self.cfg.train.questions_logged
+        self.log.log_completions("step", step + 1, [row for row in rows if row["prompt"] < logged])
         self.log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
         peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
         self.peak = max(self.peak, peak)
@@ -224,7 +215,7 @@ class Run:
                 curves.draw_curves(self.log.run_dir)
             except ModuleNotFoundError as error:
                 self.log.say(f"curves.png not drawn: {error}")
-            self.log.say(f"{(run := self.log.run_dir)}/curves.png; completions of a step: python report.py show {run}")
+            self.log.say(f"{(run := self.log.run_dir)}/curves.png; to read completions: python report.py show {run}")
 
 
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:

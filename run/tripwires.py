@@ -236,7 +236,7 @@ class Tripwires:
                 "reward_constant",
                 f"every reward of {len(self.history)} steps is {min(self.rewards):g}: all advantages are 0 and nothing "
                 "is learned",
-                "completions.jsonl of the run folder, against reward.method and data.instruction",
+                "report.py show RUN, against reward.method and data.instruction",
             )
         if metrics["reward/unparsable_frac"] > UNPARSABLE_SHARE:
             self.trip(
@@ -262,7 +262,7 @@ class Tripwires:
             self.trip(
                 "truncated",
                 f"{where}: {share:.1%} of the completions are cut off at {rollout.max_new_tokens} tokens",
-                "completions.jsonl of the run folder; a larger rollout.max_new_tokens; a hybrid model thinks unless "
+                "report.py show RUN; a larger rollout.max_new_tokens; a hybrid model thinks unless "
                 "data.chat_template_kwargs={enable_thinking: false}",
             )
 
@@ -393,7 +393,7 @@ class Tripwires:
                 "collapse",
                 f"{when}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
                 f"the reference {kl:.2g} nats a token",
-                "completions.jsonl of the run folder; optim.lr, loss.kl_coef, updates a rollout",
+                "report.py show RUN; optim.lr, loss.kl_coef, updates a rollout",
             )
 
     def _gradient_and_entropy(self, when: str, metrics: dict[str, float]) -> None:

@@ -3,7 +3,7 @@
 out/<name>-<YYYYmmdd-HHMMSS>/
     config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    how it was started
     resume-N/                                                                    the same files of each resumed start
-    metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions.jsonl      what it did, without times
+    metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions/      what it did, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
     tensorboard/  wandb/  swanlab/  profile/                                     of train.trackers, train.profile_steps
 """
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from facts.exits import InputError
 from inputs.files import disk_errors, fsync_path, write_atomically
 from knobs import Config
+from runlog import completions
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 from runlog.trackers import Trackers
 
@@ -146,7 +147,8 @@ class RunLog:
             return
         with disk_errors(self.run_dir):
             (self.run_dir / "finished.json").unlink(missing_ok=True)
-        for name in ("metrics.jsonl", "timing.jsonl", "completions.jsonl", "moe.jsonl", "eval.jsonl"):
+            completions.rewind(self.run_dir, step)
+        for name in ("metrics.jsonl", "timing.jsonl", "moe.jsonl", "eval.jsonl"):
             self._keep(name, lambda row: row["step"] <= step)
         kept = self.evaluations()
         if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
@@ -196,10 +198,17 @@ class RunLog:
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write lines about ``step`` to completions.jsonl or moe.jsonl."""
+        """Write lines about ``step`` to a .jsonl file."""
         self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
-        if name == "completions.jsonl" and rows:
-            self._track(step, {"completions": rows})
+
+    def log_completions(self, kind: str, step: int, rows: list[completions.Row]) -> None:
+        """Write the completions of a step, or of the evaluation after it. The trackers show a few of a step."""
+        if self.rank != 0 or not rows:
+            return
+        with disk_errors(self.run_dir / "completions"):
+            completions.write(self.run_dir, kind, step, rows)
+        if kind == "step" and self.trackers:
+            self._track(step, {"completions": completions.telling(rows)})
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         if self.trackers:

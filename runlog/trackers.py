@@ -24,6 +24,7 @@ FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; th
 INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
 MOST_LETTERS = 300  # of the reason in a warning
+COLUMNS = ("question", "gold", "reward", "correct", "finish", "completion")  # of the table of completions
 
 
 class TensorBoard:
@@ -120,11 +121,12 @@ def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
 
 
 def html_of(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Completions as the tracker ``name`` takes a text. TensorBoard renders HTML, too."""
-    text = ""
+    """Return a table of completions as the tracker ``name`` takes a text. TensorBoard renders HTML, too."""
+    table = f"<tr><th>{'</th><th>'.join(COLUMNS)}</th></tr>"
     for row in rows:
-        text += f"{row['question']}\ngold answer {row['gold']}, reward {row['reward']}\n\n{row['completion']}\n\n\n"
-    encoded = f"<pre>{html.escape(text)}</pre>".encode(errors="backslashreplace")
+        cells = "</pre></td><td><pre>".join(html.escape(str(row[key])) for key in COLUMNS)
+        table += f"<tr><td><pre>{cells}</pre></td></tr>"
+    encoded = f"<table>{table}</table>".encode(errors="backslashreplace")
     if name == "tensorboard":
         tensor = {"dtype": "DT_STRING", "string_val": [encoded], "tensor_shape": {"dim": [{"size": 1}]}}
         return {"metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}
@@ -142,7 +144,7 @@ class Trackers:
                 self.open[name] = OPEN[name](run_dir, steps_done)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the finite numbers among ``values``, and its "completions", which are rows of completions.jsonl."""
+        """Show the finite numbers among ``values``, and its "completions", which are rows of completions/."""
         numbers = {key: x for key, x in values.items() if type(x) in (int, float) and math.isfinite(x)}
         for name, tracker in [*self.open.items()]:
             with self._off_after_failure(name):

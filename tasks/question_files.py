@@ -42,6 +42,7 @@ class Question(NamedTuple):
     prompt: list[int] = []  # token ids, chat template applied; data_gsm8k.load adds them
     turns: Sequence[Turn] = ()  # the prompt as text: they end with a user turn
     columns: dict[str, Any] = {}  # all columns of the file
+    position: int = -1  # among the questions of its split, from 0
 
     @classmethod
     def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:

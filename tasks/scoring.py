@@ -37,7 +37,7 @@ MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
 START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
 START_SECONDS = 120  # to import the file, which may import a large package
 MOST = 8  # workers of a rank
-NEEDED = "needed: a number, or (number, answer found, correct), both of these bool"
+NEEDED = "needed: a number, or (number, answer found, correct), both of these bool, or {'score': number, ...}"
 ENVIRONMENT = "rollout.environment"
 NEEDED_TEXT = "needed: a text, or None where the completion ends"
 
@@ -54,6 +54,9 @@ class Score(NamedTuple):
     reward: float
     found: bool  # an answer was found in the completion
     correct: bool  # this is what accuracy counts
+    answer: str | None = None  # the answer that reward.method found
+    parts: dict[str, float | str] = {}  # what else a reward.function says of it; numbers are logged by their names
+    text: str = ""  # what was scored
 
 
 class Failure(NamedTuple):
@@ -163,11 +166,13 @@ class Scorer(Pool):
             raise InputError(
                 f"{self.name}: {error}; other answers need reward.method math or a reward.function"
             ) from None
-        return Score(reward, reward_gsm8k.parsable(call.completion, self.reward.method), reward == 1.0)
+        answer = reward_gsm8k.extract(call.completion, self.reward.method)
+        return Score(reward, answer is not None, reward == 1.0, answer)
 
     def _judged(self, call: Call, result: Score | Failure) -> Score:
         if isinstance(result, Score):
-            return result
+            answer = None if self.reward.function else reward_gsm8k.extract(call.completion, "math")
+            return result._replace(answer=answer)
         if not self.reward.function:
             return Score(0.0, False, False)
         self.refuse(self.key, result, call.row, "completion", call.completion)
@@ -282,15 +287,21 @@ def text_of(value: Any) -> str | None | Failure:
 def score_of(value: Any) -> Score | Failure:
     """Return the score that a reward returned, a Failure for anything that is none.
 
-    A number alone counts as correct from 1.0 on.
+    A score is a number, (score, found, correct), or a mapping that has "score". The entries "found" and "correct" may
+    be absent; all others are parts. Without "correct", a score counts as correct from 1.0 on.
     """
     try:
-        reward, found, correct = value if isinstance(value, tuple) else (value, True, float(value) >= 1.0)
-        score = Score(float(reward), bool(found), bool(correct))
-    except (TypeError, ValueError):
+        named = dict(zip(("score", "found", "correct"), value, strict=True)) if isinstance(value, tuple) else value
+        said = dict(named) if isinstance(named, dict) else {"score": named}
+        reward, found = said.pop("score"), said.pop("found", True)
+        correct = said.pop("correct", float(reward) >= 1.0)
+        parts = {f"{name}": f"{part}" if isinstance(part, str) else float(part) for name, part in said.items()}
+        score = Score(float(reward), bool(found), bool(correct), parts=parts)
+    except (TypeError, ValueError, KeyError):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
-    if not math.isfinite(score.reward):
-        return Failure(f"returned {score.reward}; needed: a finite number")
+    numbers = [part for part in parts.values() if isinstance(part, float)]
+    if not all(map(math.isfinite, [score.reward, *numbers])):
+        return Failure(f"returned {value!r:.80}; needed: a finite number")
     if isinstance(reward, str | bytes) or (found, correct) != (score.found, score.correct):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     return score

@@ -24,7 +24,7 @@ from tiers import asked, ci
 from engines.torch_sampler import TorchSampler
 from facts.exits import InputError, Tripped
 from inputs import teacher as teachers
-from runlog import run_record
+from runlog import completions, run_record
 from weights import checkpoint
 
 OWN = ROOT / "tests" / "support" / "own.py"
@@ -130,6 +130,17 @@ def test_a_step_with_a_teacher_is_the_same_in_every_layout(option: str, runs) ->
     training.assert_same_metrics(runs[f"{option} TP2_EP2"], runs[f"{option} TP1"])
 
 
+@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2"])
+def test_the_kl_of_each_completion_makes_the_mean_over_the_tokens(layout: str, runs) -> None:
+    run = runs[f"{next(iter(OPTIONS))} {layout}"]
+    rows = [row for path in completions.files(run, "step").values() for row in completions.read(path)]
+    for metrics in training.metrics(run):
+        own = [row for row in rows if row["step"] == metrics["step"]]
+        total = sum(row["teacher_kl"] * row["tokens"] for row in own)
+        assert total / sum(row["tokens"] for row in own) == pytest.approx(metrics["actor/teacher_kl"], abs=1e-4)
+        assert len({row["teacher_kl"] for row in own}) > len(own) / 2
+
+
 def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_measured_only(runs) -> None:
     rows, plain = training.metrics(runs["long"]), training.metrics(runs["no teacher"])
     distances = [row["actor/teacher_kl"] for row in rows]
@@ -162,7 +173,7 @@ def test_a_memory_of_experts_shared_with_the_engine_changes_no_bit(layout, model
         for found in training.raised(plant, cfg, layout):
             assert found == (InputError, "")
     shared, apart = map(training.only_run, cfgs)
-    training.assert_same_bytes(shared, apart, ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl", "moe.jsonl"))
+    training.assert_same_bytes(shared, apart, ("eval.jsonl", "eval_outcomes.jsonl", "moe.jsonl"))
     own = {"sync/experts_wrong", "sync/checksum"}  # of shared memory alone, and a sum in another order
     for row, other in zip(training.metrics(shared), training.metrics(apart), strict=True):
         assert row.keys() - other.keys() <= own

@@ -1,5 +1,6 @@
 """A resumed run is the run that was not interrupted, wherever it was killed."""
 
+import errno
 import json
 import os
 import resource
@@ -32,8 +33,8 @@ from facts.exits import InputError
 from inputs.config import to_dict, to_yaml
 from knobs import Config
 from parallel_setup import Parallel
+from runlog import completions, run_record
 from runlog import log as runlog
-from runlog import run_record
 from runlog.run_record import sha256_file
 from weights import checkpoint
 
@@ -274,7 +275,7 @@ def test_a_resume_samples_with_the_policy_that_would_have_sampled(layout, change
 #
 # Ctrl-C and SIGTERM end a process at once, with one line.
 
-COMPARED = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+COMPARED = ("metrics.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
 
 
 @pytest.fixture
@@ -324,9 +325,10 @@ def train(cfg: Config) -> None:
         log.log_eval(0, {"eval/greedy_accuracy": 0.0}, [{"question": q} for q in range(3)])
     for step in range(first, cfg.train.steps):
         weight = weight * 1.1 + step
-        log.log_rows("completions.jsonl", step + 1, [{"text": f"a {step}"}, {"text": f"b {step}"}])
+        log.log_completions("step", step + 1, [{"text": f"a {step}"}, {"text": f"b {step}"}])
         log.log_step(step + 1, {"weight": weight.sum()}, {"timing/update_s": 0.1})
         if (step + 1) % 3 == 0:
+            log.log_completions("eval", step + 1, [{"text": f"answer {step}"}])
             log.log_eval(step + 1, {"eval/greedy_accuracy": weight.max()}, [{"question": q} for q in range(3)])
         if (step + 1) % cfg.train.checkpoint_every == 0:
             save(log.run_dir, step + 1, {"adapter": {"weight": weight}}, {}, cfg)
@@ -347,10 +349,58 @@ def test_a_run_killed_anywhere_ends_byte_identical_when_started_again(tmp_path: 
     def records(folder: Path) -> dict[str, bytes]:
         (done,) = folder.glob("out/*/finished.json")
         resumed.append((done.parent / "resume-1").exists())
-        return {name: (done.parent / name).read_bytes() for name in COMPARED}
+        kept = {path.name: path.read_bytes() for path in done.parent.glob("completions/*.gz")}
+        return kept | {name: (done.parent / name).read_bytes() for name in COMPARED}
 
     _, wrong = after_each_kill(train_unless_done, tmp_path / "run", same=records, every=3)
     assert wrong == [] and sum(resumed) >= 15
+
+
+def to_a_full_disk(part: Path) -> None:
+    part.symlink_to("/dev/full")
+
+
+def to_a_read_only_folder(part: Path) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(part))
+
+
+@pytest.mark.parametrize("write", [to_a_full_disk, to_a_read_only_folder])
+@pytest.mark.parametrize("refused", ["step-000005", "eval-000003"])
+def test_completions_that_cannot_be_written_end_the_run_in_one_line_and_nothing_is_lost(
+    write: Callable[[Path], None], refused: str, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlog, "write_records", lambda *_: None)
+    cfg, whole = (config_in(tmp_path / name, steps=6) for name in ("refused", "whole"))
+    run_dir = trained(whole)
+    real = completions.write
+
+    def obstructed(run: Path, kind: str, step: int, rows: list) -> None:
+        if f"{kind}-{step:06d}" == refused:
+            write(run / "completions" / f".{refused}.jsonl.gz.tmp")
+        real(run, kind, step, rows)
+
+    def stopped_run() -> None:
+        monkeypatch.setattr(completions, "write", obstructed)
+        with pytest.raises(InputError, match="/completions: not written: .*; needed: a folder to write") as one:
+            train(cfg)
+        assert "\n" not in str(one.value)
+
+    assert in_child(stopped_run) == 0
+    (stopped,) = Path(cfg.train.out_dir).glob("*-*")
+    (stopped / "completions" / f".{refused}.jsonl.gz.tmp").unlink(missing_ok=True)
+    found = trained(cfg)
+    assert found == stopped
+    files = sorted(path.relative_to(run_dir) for path in run_dir.glob("completions/*"))
+    assert len(files) == 8 and files == sorted(path.relative_to(found) for path in found.glob("completions/*"))
+    for name in (*COMPARED, *files):
+        assert (found / name).read_bytes() == (run_dir / name).read_bytes()
+
+
+def trained(cfg: Config) -> Path:
+    """The folder of a small run that went to its end."""
+    train(cfg)
+    (done,) = Path(cfg.train.out_dir).glob("*/finished.json")
+    return done.parent
 
 
 # ------------------------------------------------------------------------------------------------ Ctrl-C and SIGTERM

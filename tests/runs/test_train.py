@@ -22,7 +22,6 @@ from engines.interface import Completion
 from facts.exits import InputError, Tripped
 from learner import Learner
 from run import input_check
-from run.run import Run
 from tasks.scoring import Scorer
 from weights import huggingface
 
@@ -128,6 +127,7 @@ def runs(models, tmp_path_factory) -> dict[str, Path]:
     jobs["again"] = "TP2_EP2", {"train__profile_steps": (2,), "train__trackers": ("tensorboard",)}
     jobs |= {f"bf16 {kind}": ("TP2_EP2", {"model__dtype": "bf16"}) for kind in asked(KINDS)}
     jobs["r3"] = "TP1", TWO_UPDATES | {"replay__mode": "r3"}
+    jobs |= {f"{n} questions": ("TP1", {"train__completions_logged": n, "train__steps": 1}) for n in (0, 2)}
     jobs["skipped at once"] = ("TP1", {"loss__skip_equal_groups": True})
     jobs |= {f"no equal groups{' dynamic' * (n > 0)}": ("TP1", MIXED | {"rollout__dynamic_rounds": n}) for n in (0, 2)}
     jobs["seed 5"] = ("DP2", {"train__seed": 5, "eval__batch_size": 4})
@@ -195,8 +195,8 @@ def test_groups_of_equal_correctness_are_replaced_and_without_them_nothing_chang
     for row, want in zip(dynamic, plain, strict=True):
         assert row == want | new | {"reward/first_round_correct": row["reward/first_round_correct"]}
         assert abs(row["reward/first_round_correct"] - row["reward/mean"]) < 1e-6
-    files = [(runs[f"no equal groups{name}"] / "completions.jsonl").read_bytes() for name in ("", " dynamic")]
-    assert files[0] == files[1]
+    rows = [training.completions(runs[f"no equal groups{name}"]) for name in ("", " dynamic")]
+    assert rows[0] == rows[1] != []
     rows, whole = training.metrics(runs["dynamic"]), training.metrics(runs["TP1"])
     assert max(row["rollout/rounds"] for row in rows) > 1
     for row, want in zip(rows[:1], whole, strict=False):  # the first round is that of a run without the key
@@ -206,6 +206,14 @@ def test_groups_of_equal_correctness_are_replaced_and_without_them_nothing_chang
         )
         assert row["reward/first_round_correct"] == pytest.approx(want["reward/mean"])
         assert row["response_length/truncated_frac"] == want["response_length/truncated_frac"]
+
+
+def test_a_limit_keeps_the_completions_of_the_first_questions_and_0_keeps_none(runs) -> None:
+    every, few = (training.completions(runs[name]) for name in ("qwen3_moe TP1", "2 questions"))
+    assert few == [row for row in every if row["step"] == 1 and row["prompt"] < 2] and len(few) == 2 * 4
+    answers = [training.completions(runs[name], "eval") for name in ("qwen3_moe TP1", "2 questions")]
+    assert [row for row in answers[1] if row["step"] == 0] == [row for row in answers[0] if row["step"] == 0] != []
+    assert not (runs["0 questions"] / "completions").exists()
 
 
 # ------------------------------------------------------------------------------------------------ repetition
@@ -385,11 +393,8 @@ def test_a_completion_continues_the_thoughts_that_its_prompt_has_opened(end, ope
     prompt, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f"7 + 5? {end}", THOUGHTS))
     question = data_gsm8k.Question("", "", "12", prompt)
     [found] = input_check.Inputs.score(inputs, [(question, Completion(tokens, [], "length"))])
-    assert found == ((1.0, True, True) if opened else (0.0, False, False))
-    run = SimpleNamespace(cfg=cfg, inputs=inputs)
-    batch = SimpleNamespace(rewards=torch.ones(1, 1))
-    [row] = Run.shown_completions(run, [question], batch, [[Completion(tokens, [], "length")]])
-    assert row["completion"] == opened + THOUGHTS
+    assert found[:3] == ((1.0, True, True) if opened else (0.0, False, False))
+    assert found.text == opened + THOUGHTS
 
 
 DAPO = 'The last line should be of the form Answer: $Answer.\n\n{}\n\nPut your answer on its own line after "Answer:".'
@@ -426,16 +431,15 @@ def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_
 # ------------------------------------------------------------------------------------------------------ an older policy
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
-STALE = {"loss__importance": "token", "train__steps": 4, "train__completions_logged": 4, "train__keep_last": 9}
+STALE = {"loss__importance": "token", "train__steps": 4, "train__keep_last": 9}
 
 
-def completions(run: Path) -> list[str]:
-    """The logged completions of each step."""
-    by_step: dict[str, list[str]] = {}
-    for line in (run / "completions.jsonl").read_text().splitlines():
-        step, rest = line.split(", ", 1)
-        by_step.setdefault(step, []).append(rest)
-    return ["\n".join(lines) for lines in by_step.values()]
+def completions(run: Path) -> list[list[dict]]:
+    """The completions of each step, as they were sampled."""
+    by_step: dict[int, list[dict]] = {}
+    for row in training.completions(run):
+        by_step.setdefault(row.pop("step"), []).append(row)
+    return [*by_step.values()]
 
 
 def test_the_policy_of_k_steps_ago_samples(model, tmp_path) -> None:

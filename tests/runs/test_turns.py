@@ -1,8 +1,8 @@
 """Runs whose completions have turns of an environment: the same in every layout, and after a resume."""
 
-import json
 import signal
 from pathlib import Path
+from statistics import fmean
 
 import agents
 import apart
@@ -20,7 +20,11 @@ TURNS = {
     "rollout__max_turns": 3,
     "rollout__max_new_tokens": 24,
     "optim__prompts_per_update": 3,
-    "train__completions_logged": 4,
+}
+COUNTED = {  # metric -> the key of a row of completions/ and its value in a row without it
+    "response_length/mean": ("tokens", None),
+    "environment/turns_mean": ("turns", 1),
+    "environment/tokens_mean": ("environment_tokens", 0),
 }
 CASES = {
     "plain": {},
@@ -61,15 +65,19 @@ def test_the_environments_tokens_are_counted_apart(runs) -> None:
             assert row["environment/turns_mean"] > 1.2 and row["environment/tokens_mean"] > 0.5
             assert row["rollout/logp_gap_max"] < 1e-4 and (case != "r3" or row["replay/differing_frac"] < 1e-3)
             assert row["response_length/mean"] + row["environment/tokens_mean"] <= 24
-    rows = [json.loads(line) for line in (runs["plain TP1"] / "completions.jsonl").read_text().splitlines()]
+    rows = training.completions(runs["plain TP1"])
     assert any("environment_tokens" in row and "==" in row["completion"] for row in rows)
+    for metrics in training.metrics(runs["plain TP1"]):
+        own = [row for row in rows if row["step"] == metrics["step"]]
+        means = [fmean(row.get(key, least) for row in own) for key, least in COUNTED.values()]
+        assert means == pytest.approx([metrics[name] for name in COUNTED])
     assert not any(key.startswith("environment/") for row in training.metrics(runs["none TP1"]) for key in row)
 
 
 def test_an_environment_that_never_answers_changes_no_byte(model, tmp_path) -> None:
     """Also where it is asked after every token of a text, and after two steps, in metrics, evaluations and tensors."""
     changes = {"train__steps": 2, "train__checkpoint_every": 1, "eval__every": 1, "replay__mode": "r3"}
-    changes |= {"rollout__max_new_tokens": 24, "train__completions_logged": 4}
+    changes |= {"rollout__max_new_tokens": 24}
     silent = {"rollout__environment": f"{OWN}:silent", "rollout__stop": ("e", "t", "a", "1")}
     runs = training.run_all(
         {

@@ -11,8 +11,9 @@ from source import ROOT
 from inputs.config import load_config, to_yaml
 from knobs import Config
 from lab import records
-from runlog import run_record
+from runlog import completions, run_record
 
+JUDGED = {"parsable": True, "tokens": 5, "finish": "stop", "dropped": False, "parts": {}}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
     "python": "3.11.7",
@@ -48,17 +49,19 @@ def make_run(
     given = [f"name={name}", f"train.seed={seed}", "train.steps=4", f"eval.num_questions={questions}"]
     cfg = load_config(ROOT / "configs" / "tiny_cpu.yaml", [*given, *overrides])
     generator = np.random.default_rng([seed, *name.encode()] if luck is None else luck)
-    lines: dict[str, list[dict]] = {name: [] for name in ("metrics", "timing", "completions", "eval", "eval_outcomes")}
+    lines: dict[str, list[dict]] = {name: [] for name in ("metrics", "timing", "eval", "eval_outcomes")}
     for step in range(4):
         at = {"step": step + 1}
         reward = before + (after - before) * (step + generator.random()) / 4
         entropy = 1 / (step + 1) if step else 1 + 1e-12 * zlib.crc32(name.encode())  # the same metrics in no other run
         metrics = {"reward/mean": reward, "rollout/logp_gap_mean": 1e-7, "actor/entropy": entropy}
         timing = {"timing/generate_s": 0.1, "timing/step_s": 0.5 + step / 10, "perf/tokens_per_s": 2000.0 + step}
-        answer = {"question": "1 + 1 <b>?</b>", "gold": "2", "completion": f"</pre>#### {step}", "reward": step % 2}
+        answer = {"id": "train:7", "sample": 0, "question": "1 + 1 <b>?</b>", "gold": "2", "reward": step % 2}
+        rows = [at | answer | JUDGED | {"correct": step % 2 == 1, "completion": f"</pre>#### {step}"}]
+        rows.append(at | answer | JUDGED | {"correct": False, "completion": "no"})
+        completions.write(folder, "step", step + 1, rows)
         lines["metrics"].append(at | {**metrics, "actor/loss": reward / 10, "actor/grad_norm": 2 * reward})
         lines["timing"].append(at | {**timing, "perf/peak_rss_gib": 0.5})
-        lines["completions"] += [at | {**answer, "tokens": tokens + step} for tokens in (5, 6)]
     for step, chance in ((0, before), (4, after)):
         right = (generator.random((questions, 2)) < chance).astype(float)
         shares = dict(zip(("eval/greedy_accuracy", "eval/sampled_accuracy"), right.mean(0), strict=True))
@@ -67,6 +70,14 @@ def make_run(
             {"step": step, "question": place, "gold": str(place), "greedy": greedy, "sampled": [sampled]}
             for place, (greedy, sampled) in enumerate(right.tolist())
         ]
+        answers = [
+            {"step": step, "id": f"test:{place}", "sample": i, "question": f"{place} <b>?</b>", "gold": str(place)}
+            | JUDGED
+            | {"reward": x, "correct": x == 1, "completion": f"answer {x}"}
+            for place, row in enumerate(right.tolist())
+            for i, x in enumerate(row)
+        ]
+        completions.write(folder, "eval", step, answers)
     texts = {f"{name}.jsonl": "".join(map(run_record.json_line, rows)) for name, rows in lines.items()}
     texts |= {
         "config.yaml": to_yaml(cfg) if seed % 2 else by_an_older_version(cfg),

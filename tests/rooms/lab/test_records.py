@@ -53,7 +53,7 @@ def test_a_record_holds_every_number_of_the_run_but_those_of_its_machine(run: Pa
                 assert (key in row) == (key != "timing/generate_s") and (key not in row or row[key] == value)
     assert [steps.loc[step, "completions"] is not None for step in range(4)] == [True, False, False, True]
     kept = json.loads(steps.loc[3, "completions"])
-    assert [answer["completion"] for answer in kept] == ["</pre>#### 3"] * 2
+    assert [answer["completion"] for answer in kept] == ["</pre>#### 3", "no"]
     assert set(steps["variant"]) == {"base"} and set(steps["seed"]) == {3}
     plain = pandas.read_parquet(results / "base-seed3.parquet")  # as results/README.md says
     assert plain["record/commit"].notna().sum() == 1 and json.loads(plain["record/config"][0])["train"]["seed"] == 3
@@ -545,25 +545,3 @@ def test_without_scipy_one_line_says_what_to_install(project: Path, monkeypatch,
     monkeypatch.setitem(sys.modules, "scipy", None)
     assert report_code(project, "build") == 2
     assert "scipy is not installed; needed: pip install --no-deps -r requirements/report.txt" in capsys.readouterr().err
-
-
-# ----------------------------------------------------------------------------------------------------------------- show
-
-
-def test_a_step_is_shown_with_its_question_and_no_completion_controls_the_terminal(run: Path, capsys) -> None:
-    """By default the last step. What another step has is not shown."""
-    path = run / "completions.jsonl"
-    path.write_text(path.read_text().replace("</pre>#### 3", "\\u001b[2Jtwo\\nlines\\ud800"))
-    assert report.main(["show", str(run)]) == 0
-    assert capsys.readouterr().out == (
-        f"{run.name}, step 4\n\nquestion: 1 + 1 <b>?</b>\ngold answer: 2\n"
-        "\n--- reward 1, 8 tokens\n\\x1b[2Jtwo\nlines\\ud800\n\n--- reward 1, 9 tokens\n\\x1b[2Jtwo\nlines\\ud800\n"
-    )
-    assert report.main(["show", str(run), "--step", "1"]) == 0
-    first = capsys.readouterr().out
-    assert "step 1\n" in first and first.count("--- reward 0, ") == 2 and "two" not in first
-    assert report.main(["show", str(run), "--step", "9"]) == 2
-    assert "--step: found 9; needed: a step with completions, 1 to 4" in capsys.readouterr().err
-    path.unlink()
-    assert report.main(["show", str(run)]) == 2
-    assert "found no completions; needed: a run with train.completions_logged" in capsys.readouterr().err

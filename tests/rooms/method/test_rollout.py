@@ -200,7 +200,7 @@ def gathered(cfg: Config, num_prompts: int, step: int) -> Rollout:
     def score(answers):
         return [Score(len(one.tokens), asked.question == "q1", len(one.tokens) == 8) for asked, one in answers]
 
-    batch, own = rollout.sample(EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step)
+    batch, own, _ = rollout.sample(EchoEngine(), asked, score, cfg.rollout, parallel, seed=cfg.train.seed, step=step)
     assert len(own) == len(range(parallel.rank, num_prompts, ranks))
     return batch
 
@@ -352,6 +352,62 @@ def test_groups_of_equal_correctness_are_replaced_by_those_of_new_questions_alik
                 same(sampled.batch, want.batch)
 
 
+def kept(cfg: Config, layout: str, step: int) -> tuple[list[dict], dict[str, float], list[tuple[str, bool]]]:
+    """The rows of a step, the means of their parts, and by place and round the question and whether it is mixed."""
+    parallel = world.open_layout(layout)
+    questions = Questions([Question(f"q{i}", "", "", [1, 40 + i], position=i) for i in range(40)], 0)
+
+    def is_mixed(question: Question) -> bool:
+        return question.prompt[-1] % 3 == 0
+
+    def scored(answers) -> list[Score]:
+        scores = []
+        for question, one in answers:
+            n = len(one.tokens)
+            parts = {"length": float(n), "name": question.question} | {"long": 1.0} * (n == 8)
+            scores.append(Score(n / 16, True, n == 8 and is_mixed(question), None, parts, f"{question.question} {n}"))
+        return scores
+
+    sampled = rollout.sample_step(CountingEngine(), questions, scored, cfg, parallel, step)
+    advantages = torch.arange(5 * 3).view(5, 3) / 8
+    rows = rollout.of_step(sampled, advantages, {}, parallel)
+    return rows, rollout.part_means(rows), [(one.question, is_mixed(one)) for one in sampled.all_asked]
+
+
+def test_rank_0_alone_has_a_row_of_every_completion_also_of_replaced_groups(tmp_path) -> None:
+    """By place: the replaced groups in the order of their rounds, then the trained one, alike in every layout."""
+    small = {"rollout__group_size": 3, "rollout__max_new_tokens": 8, "rollout__prompts_per_step": 5}
+    more = {"rollout__dynamic_rounds": 2, "reward__overlong": {"buffer": 4, "penalty": 0.5}}
+    cfg = training.config(tmp_path, tmp_path, **small, **more)
+    ((rows, means, all_asked),) = training.in_world("TP1", kept, cfg, "TP1", 7)
+    by_place: list[list[tuple[str, bool]]] = [[one] for one in all_asked[:5]]
+    later = all_asked[5:]
+    for _ in range(2):
+        for groups in by_place:
+            if not groups[-1][1]:
+                groups.append(later.pop(0))
+    assert later == [] and max(map(len, by_place)) == 3
+    expected = []
+    for place, groups in enumerate(by_place):
+        for name, is_mixed in groups:
+            trained = (name, is_mixed) == groups[-1]
+            for sample, (n, logp) in enumerate(((6, None), (8, -1.5), (6, None))):
+                penalty = 0.5 * (n - 4) / 4  # of 6 and 8 tokens, a buffer of 4 before 8
+                known = {"step": 0, "id": f"train:{name[1:]}", "prompt": place, "sample": sample, "question": name}
+                known |= {"gold": "", "reward": n / 16 - penalty * trained, "correct": n == 8 and is_mixed}
+                known |= {"parsable": True, "answer": None, "tokens": n, "finish": "length" if n == 8 else "stop"}
+                known |= {"advantage": round((3 * place + sample) / 8, 4) if trained else None, "dropped": not trained}
+                known |= {"parts": {"length": float(n), "name": name} | {"long": 1.0} * (n == 8)}
+                expected.append((known | {"completion": f"{name} {n}"}, logp))
+    for row, (want, logp) in zip(rows, expected, strict=True):
+        assert {"step": 0, **row} == want | {"logp": logp or row["logp"]}
+    assert means == {"reward/part/length": 100 / 15, "reward/part/long": 1.0}
+    for layout, tensor in (("TP2", 1), ("TP2", 2), ("TP2_EP4", 2)):
+        split = cfg.changed(rollout={"tensor": tensor})
+        (first, *_), *others = training.in_world(layout, kept, split, layout, 7)
+        assert first == rows and all(found[:2] == ([], {}) for found in others)
+
+
 def answered(*groups: list[tuple[list[int], float]]) -> Rollout:
     """A rollout of these groups of (tokens, probability of the completion)."""
     rows = [row for group in groups for row in group]
@@ -387,7 +443,7 @@ def test_wilson_gives_the_textbook_intervals(successes, n, low, high) -> None:
 
 # ------------------------------------------------------------------------------------------------ evaluate
 
-QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3]) for i in range(7)]
+QUESTIONS = [Question(f"q{i}", "", str(i), [1, i + 3], position=i) for i in range(7)]
 
 
 class SeedEngine:
@@ -434,13 +490,21 @@ def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp
     for layout in asked(["DP2", "TP2_EP2_DP2", nightly("TP4_EP4_DP2")]):  # eight have less than one question each
         cfg = config(tmp_path, eval__batch_size=3, train__seed=1)
         ranks = training.in_world(layout, evaluated, cfg, layout)
-        assert all(found == expected for *found, _ in ranks)
+        assert all(found[:2] == expected[:2] for found in ranks)
+        assert [rows for _, _, rows, _ in ranks] == [expected[2], *[[]] * (len(ranks) - 1)]
         if layout == "DP2":  # two ranks have 4 and 3 questions: a call for each wave
             assert [calls for *_, calls in ranks] == [[3, 1], [3, 0]]
 
 
 def test_summary_and_outcomes_by_hand(tmp_path) -> None:
-    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    ((summary, outcomes, rows, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    assert [(row["id"], row["sample"]) for row in rows[:4]] == [
+        ("test:0", 0),
+        ("test:0", 1),
+        ("test:0", 2),
+        ("test:1", 0),
+    ]
+    assert [row["correct"] for row in rows[::3]] == [bool(one["greedy"]) for one in outcomes]
     assert [row["question"] for row in outcomes] == list(range(7))
     assert [row["gold"] for row in outcomes] == ["0", "1", "2", "3", "4", "5", "6"]
     assert [row["greedy"] for row in outcomes] == [1, 0, 1, 0, 1, 0, 1]
@@ -460,12 +524,12 @@ def test_summary_and_outcomes_by_hand(tmp_path) -> None:
 def test_sets_are_measured_beside_the_main_one_and_change_none_of_its_bits(tmp_path) -> None:
     """An answer depends on the name of its set and its place: not on the other sets or on their order."""
     few = QUESTIONS[2:6]
-    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
+    ((summary, outcomes, *_),) = training.in_world("TP1", evaluated, config(tmp_path), "TP1")
     results = {}
     for layout, names in (("TP1", ["math", "other"]), ("DP2", ["other", "math"])):
         cfg = config(tmp_path, eval__num_questions=6, eval__batch_size=3)
         with_sets = functools.partial(evaluated, **dict.fromkeys(names, few))
-        both, rows, _ = training.in_world(layout, with_sets, cfg, layout)[0]
+        both, rows, *_ = training.in_world(layout, with_sets, cfg, layout)[0]
         assert rows[:6] == outcomes[:6] and "set" not in rows[0]
         results[layout] = both, {name: [row for row in rows if row.get("set") == name] for name in names}
     assert results["TP1"] == results["DP2"]
@@ -481,7 +545,7 @@ def test_sets_are_measured_beside_the_main_one_and_change_none_of_its_bits(tmp_p
 
 def test_no_samples_and_fewer_questions(tmp_path) -> None:
     cfg = config(tmp_path, eval__samples=0, eval__num_questions=3)
-    ((summary, outcomes, _),) = training.in_world("TP1", evaluated, cfg, "TP1")
+    ((summary, outcomes, _, _),) = training.in_world("TP1", evaluated, cfg, "TP1")
     assert summary["eval/greedy_accuracy"] == pytest.approx(2 / 3) and len(outcomes) == 3
     assert not [key for key in summary if "sampled" in key or "pass@" in key]
     assert all(row["sampled"] == [] for row in outcomes)

@@ -171,7 +171,7 @@ def test_evaluation_is_the_same_to_the_last_bit_with_and_without_noise(runs: dic
         assert (runs["noisy"] / name).read_bytes() == (runs["clean"] / name).read_bytes()
     evaluations = (runs["clean"] / "eval.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2, 3]
-    sampled = [(runs[label] / "completions.jsonl").read_text() for label in ("noisy", "clean")]
+    sampled = [training.completions(runs[label]) for label in ("noisy", "clean")]
     assert sampled[0] != sampled[1], "control: the noise changes what is sampled for training"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(c
     assert short == pytest.approx(5 * 2 * (1536 * launches + step["phases"]["prefill"]), rel=1e-3)
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
-    assert "if answers have a mean of 240 of 1536 tokens" in text and "; 28.6 GiB of checkpoints stay\n" in text
+    assert "if answers have a mean of 240 of 1536 tokens" in text and "; 28.6 GiB of checkpoints stay, and " in text
     assert "a runtime of 2 GiB and, with graphs in the engine, 1.5 GiB more" in text and "3.500 GiB" in text
 
 
@@ -243,6 +244,22 @@ def test_a_teacher_costs_the_memory_of_its_factors_and_a_pass_of_the_policy(caps
     for phase in ("load", "sync", "rollout", "update", "optimizer", "save"):
         assert memory[1]["phases"][phase] - memory[0]["phases"][phase] == size, phase
     assert memory[1]["phases"]["reference"] - memory[0]["phases"]["reference"] == 2 * size  # and the policy's, kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [  # 77 steps of 96 x 8 completions, and 5 evaluations of 1,319 answers
+        ([], 77 * 768 + 5 * 1319),
+        (["train.completions_logged=10"], 77 * 80 + 5 * 1319),
+        (["train.completions_logged=0"], 0),
+        (["rollout.dynamic_rounds=2", "eval.samples=3"], 3 * 77 * 768 + 4 * 5 * 1319),
+    ],
+)
+def test_the_plan_bounds_the_disk_of_the_completions(changes, rows, capsys):
+    """Two bytes a token and 100 a row: the gzipped prose of docs/, cut to 4 letters a token, takes 1.64 a token."""
+    preflight.main([QWEN3, "--ranks", "16", *changes])
+    (found,) = re.findall(r" GiB of checkpoints stay, and at most (\S+) GiB of completions\n", capsys.readouterr().out)
+    assert float(found) == pytest.approx(rows * (2 * 1536 + 100) / 2**30, rel=5e-3)
 
 
 def test_memory_refusals_follow_the_size_of_the_device(capsys):
@@ -312,7 +329,7 @@ def test_a_plan_takes_few_calls_without_torch_and_prints_one_object():
 
 @pytest.mark.parametrize(("seconds", "said"), [(540_000, "150"), (5_400_000, "1,500"), (11_232, "3.12"), (360, "0.1")])
 def test_a_long_run_is_said_without_an_exponent(seconds, said):
-    text = whole_run.sentence(whole_run.WholeRun(seconds, 0, 1, 1319, 150 * 2**30), 100)
+    text = whole_run.sentence(whole_run.WholeRun(seconds, 0, 1, 1319, 150 * 2**30, 2**30), 100)
     assert text.startswith(
         f"estimated run: {said} h = 100 steps {said} h + 1 evaluations of 1,319 questions 0 h; 150 GiB"
     )

@@ -499,7 +499,7 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         ["checks.entropy", "step 1", "loss.entropy_coef"], stopping("entropy") | {"checks__off": ("logp_gap",)}
     ),
     "reward constant": Row(
-        ["checks.reward_constant", "every reward of 2 steps is 0", "completions.jsonl"],
+        ["checks.reward_constant", "every reward of 2 steps is 0", "report.py show"],
         lenient=False,
         plant=planted.two_steps_count,
     ),

@@ -63,19 +63,21 @@ def fill(log: runlog.RunLog, first: int, end: int) -> None:
     if first == 0:
         log.log_eval(0, {"eval/greedy_accuracy": 0.25}, [{"question": q, "greedy": [0]} for q in range(3)])
     for step in range(first + 1, end + 1):
-        log.log_rows("completions.jsonl", step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
+        log.log_completions("step", step, [{"text": f"{step}\n{n}\u2028"} for n in range(2)])
         log.log_rows("moe.jsonl", step, [{"moe/load_max": [step, step / 7]}])
         log.log_step(step, {"reward/mean": step / 7}, {"timing/generate_s": 1.0})
         if step % 2 == 0:
+            log.log_completions("eval", step, [{"text": f"answer {step}"}])
             outcomes = [{"question": q, "greedy": [q]} for q in range(3)]
             log.log_eval(step, {"eval/greedy_accuracy": step / 3}, outcomes)
 
 
-RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl")
+RECORDS = ("metrics.jsonl", "moe.jsonl", "eval.jsonl", "eval_outcomes.jsonl")
 
 
 def records(run_dir: Path) -> dict[str, bytes]:
-    return {name: (run_dir / name).read_bytes() for name in RECORDS}
+    kept = sorted(path.relative_to(run_dir).as_posix() for path in run_dir.glob("completions/*.gz"))
+    return {name: (run_dir / name).read_bytes() for name in (*RECORDS, *kept)}
 
 
 # ---------------------------------------------------------------- the folder

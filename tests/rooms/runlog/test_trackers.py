@@ -41,8 +41,8 @@ def log_steps(log: RunLog, first: int, end: int) -> None:
     for step in range(first + 1, end + 1):
         log.log_step(step, {"reward/mean": step / 8, "actor/kl_loss": float("nan")}, {"perf/device": "cpu"})
         log.log_eval(step, {"eval/greedy_accuracy": step / 4}, [])
-        row = {"question": "1 + 1?", "gold": "2", "completion": f"<b>{step}\ud800", "reward": 0.5, "tokens": 3}
-        log.log_rows("completions.jsonl", step, [row])
+        row = {"id": "train:0", "correct": False, "parsable": True, "finish": "stop", "question": "1 + 1?", "gold": "2"}
+        log.log_completions("step", step, [row | {"completion": f"<b>{step}\ud800", "reward": 0.5, "tokens": 3}])
     assert [*log.trackers.open] == [*log.cfg.train.trackers]
 
 
@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning(failure: str, tmp_path: P
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     said: list[str] = []
     started = trackers.Trackers(["wandb"], tmp_path, 0, said.append)
-    row = {"question": "1 + 1?", "gold": "2", "completion": "2", "reward": 1.0}
+    row = {"question": "1 + 1?", "gold": "2", "completion": "2", "reward": 1.0, "correct": True, "finish": "stop"}
     for step in (1, 2):
         started.log(step, {"reward/mean": 0.5, "text": "x"})
         started.log(step, {"completions": [row]})

@@ -22,7 +22,7 @@ from inputs.config import load_config
 from knobs import Config, RewardConfig
 from run import input_check
 from runlog import run_record
-from tasks import math_answers
+from tasks import math_answers, scoring
 from tasks.scoring import Call, Score, Scorer
 
 # -------------------------------------------------------------------------------------------------------------- rewards
@@ -212,7 +212,7 @@ def test_strict(response: str, gold: str, expected: int) -> None:
 @pytest.mark.parametrize("response", UNREADABLE)
 def test_strict_finds_no_answer_where_there_is_not_exactly_one_number(response: str) -> None:
     assert reward.score(response, "18") == 0.0
-    assert not reward.parsable(response)
+    assert reward.extract(response) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_peers(method: str, response: str, gold: str, expected: int) -> None:
     ],
 )
 def test_parsable_tells_a_wrong_answer_from_none(method: str, readable: str, unreadable: str) -> None:
-    assert reward.parsable(readable, method) and not reward.parsable(unreadable, method)
+    assert reward.extract(readable, method) is not None and reward.extract(unreadable, method) is None
     assert reward.score(readable, "18", method) == reward.score(unreadable, "18", method) == 0.0
 
 
@@ -393,6 +393,24 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
     scorer.close()
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"score": 1.2, "form": 0.2, "pred": "18"}, Score(1.2, True, True, None, {"form": 0.2, "pred": "18"})),
+        ({"score": 0.2, "found": False, "correct": False, "n": True}, Score(0.2, False, False, None, {"n": 1.0})),
+        ({"score": 1, "correct": False}, Score(1.0, True, False)),
+        ({"reward": 1.0}, "'score': number"),
+        ({"score": "1"}, "'score': number"),
+        ({"score": 1.0, "part": None}, "'score': number"),
+        ({"score": 1.0, "part": float("inf")}, "needed: a finite number"),
+        ((1.0, True), "'score': number"),
+    ],
+)
+def test_a_mapping_has_a_score_and_parts(value: object, expected: object) -> None:
+    found = scoring.result_of(lambda *_: value, ("", "", {}))
+    assert found == expected if isinstance(expected, Score) else expected in found.cause
+
+
 def test_long_calls_beat_once_a_second(tmp_path: Path) -> None:
     """Otherwise the heartbeat would end a rank whose reward takes long (train.stall_seconds)."""
     (tmp_path / "slow.py").write_text(
@@ -501,7 +519,7 @@ def test_math_compares_the_last_box_by_its_value() -> None:
     for gold, (right, wrong) in MATH.items():
         for answer, is_right in (*((one, True) for one in (gold, *right)), *((one, False) for one in wrong)):
             calls.append(Call(f"First \\boxed{{7}}. So \\boxed{{{answer}}}.", gold, ROW))
-            expected.append(Score(is_right, True, is_right))
+            expected.append(Score(is_right, True, is_right, answer))
         calls += [Call(f"the answer is {gold}", gold, ROW), Call(f"\\boxed{{{gold}", gold, ROW)]  # no box, no whole box
         expected += [Score(0.0, False, False)] * 2
     for completion, gold, is_right in BOXES:
@@ -510,6 +528,7 @@ def test_math_compares_the_last_box_by_its_value() -> None:
     scorer = Scorer(RewardConfig(method="math"))
     found = scorer(calls)
     scorer.close()
+    found = [one if want.answer else one._replace(answer=None) for one, want in zip(found, expected, strict=True)]
     assert [(call, one) for call, one in zip(calls, found, strict=True)] == list(zip(calls, expected, strict=True))
 
 
@@ -522,7 +541,10 @@ def test_the_boxes_of_a_long_text_are_found_in_linear_time() -> None:
 
 def test_an_expression_without_end_is_a_wrong_answer_and_not_the_end_of_the_run() -> None:
     reward = RewardConfig(method="math", seconds=5.0)
-    assert scored(reward, "\\boxed{9^{9^{9^{9}}}}", "\\boxed{18}") == [Score(0, False, False), Score(1, True, True)]
+    assert scored(reward, "\\boxed{9^{9^{9^{9}}}}", "\\boxed{18}") == [
+        Score(0, False, False),
+        Score(1, True, True, "18"),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ advantages and losses
@@ -568,7 +590,8 @@ def test_a_function_takes_the_place_of_a_formula() -> None:
 def test_the_reward_of_the_example_has_a_part_for_the_form() -> None:
     reward = RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:score")
     found = scored(reward, "so\n#### 18", "#### 1,018", "18", "#### 18\nand more", "#### 18.0")
-    assert [tuple(one) for one in found] == [
+    assert [one.parts for one in found] == [{"form": x} for x in (0.1, 0.1, 0.0, 0.0, 0.1)]
+    assert [tuple(one)[:3] for one in found] == [
         (1.0, True, True),
         (0.1, True, False),
         (0.0, False, False),
@@ -576,7 +599,7 @@ def test_the_reward_of_the_example_has_a_part_for_the_form() -> None:
         (1.0, True, True),
     ]
     alone = scored(RewardConfig(function=f"{EXAMPLES}/reward_with_format.py:form"), "#### 1", "18", "#### 18")
-    assert [tuple(one) for one in alone] == [(1.0, True, False), (0.0, False, False), (1.0, True, True)]
+    assert [tuple(one)[:3] for one in alone] == [(1.0, True, False), (0.0, False, False), (1.0, True, True)]
 
 
 def test_the_advantage_of_the_example_has_one_scale_for_the_whole_step() -> None:

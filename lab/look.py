@@ -1,0 +1,132 @@
+"""Views of a run for `report.py show`, while it trains and afterwards: its metrics, completions, and what changed."""
+
+import math
+import textwrap
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+from facts.exits import InputError
+from inputs.files import read_text
+from lab.curves import read_curves
+from runlog import completions
+from runlog.completions import OUTCOMES, Row, outcome
+
+METRICS = (  # of the overview, after the accuracies and the parts of the reward
+    "reward/mean",
+    "reward/unparsable_frac",
+    "response_length/mean",
+    "response_length/truncated_frac",
+    "actor/entropy",
+    "rollout/logp_gap_mean",
+    "actor/teacher_kl",
+    "environment/turns_mean",
+)
+FACTS = ("step", "sample", "reward", "answer", "tokens", "turns", "advantage", "logp", "teacher_kl")  # of a completion
+BARS, WIDTH = "▁▂▃▄▅▆▇█", 40  # eight heights of a bar; the most bars of a metric
+SHORT = 300  # letters of a text in the overview
+LAST = -1  # in place of the number of a step
+
+
+def overview(run: Path) -> list[str]:
+    """Return one screen about a run: its log, metrics, a completion of each outcome, and what changed."""
+    log = read_text(run / "log.txt").splitlines()
+    lines = [run.name, *log[-3:], "", f"{'':<34}{'first':>10}{'last':>10}"]
+    for key, curve in read_curves(run, METRICS).items():
+        values = [value for value in curve.values() if math.isfinite(value)]
+        if values:
+            lines.append(f"{key:<34}{values[0]:>10.4g}{values[-1]:>10.4g}  {bars(values)}")
+    steps, evals = completions.files(run, "step"), completions.files(run, "eval")
+    if steps:
+        rows = completions.read(steps[max(steps)])
+        lines += counts(f"step {max(steps)}", rows) + blocks(completions.telling(rows), SHORT)
+    if len(evals) > 1:
+        lines += diff(evals[min(evals)], evals[max(evals)], 1, SHORT)
+    return lines
+
+
+def bars(values: list[float]) -> str:
+    """Return at most WIDTH letters, each for the mean of equally many values, from the lowest to the highest mean."""
+    size = math.ceil(len(values) / WIDTH)
+    means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
+    low, span = min(means), max(means) - min(means) or 1
+    return "".join(BARS[round((mean - low) / span * 7)] for mean in means)
+
+
+def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
+    """Return completions of a file: of all outcomes or ``only`` one, of all questions or the one with this id."""
+    rows = completions.read(path)
+    if question:
+        rows = [row for row in rows if row["id"] == question]
+    shown = [row for row in rows if only in ("", outcome(row))]
+    lines = counts(path.name[:11], rows) if rows else []
+    lines += blocks(shown[:limit])
+    if len(shown) > limit:
+        lines += ["", f"{len(shown) - limit} more: --limit {len(shown)}"]
+    return lines
+
+
+def file_of(run: Path, kind: str, step: int) -> Path:
+    """Return the file of a step or an evaluation, or of the last one for LAST. Raises InputError if it is not there."""
+    found = completions.files(run, kind)
+    if step == LAST:
+        step = max(found, default=LAST)
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none, as with train.completions_logged=0"
+        raise InputError(f"{run}/completions: found no {kind} {step}; choose from: {there}")
+    return found[step]
+
+
+def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> list[str]:
+    """Return which questions have fewer and which more right answers in the second of two evaluations.
+
+    For ``limit`` questions of both kinds, those that changed most, an answer that changed follows, as it was and is.
+    """
+    old, new = completions.read(before), completions.read(after)
+    if [row["question"] for row in old] != [row["question"] for row in new]:
+        raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
+    change = Counter(row["id"] for row in new if row["correct"])
+    change.subtract(row["id"] for row in old if row["correct"])
+    lines = ["", f"{before.name[:11]} and {after.name[:11]}, {len(old)} answers each"]
+    for direction, kind in ((-1, "fewer"), (1, "more")):
+        changed = [name for name, n in change.most_common() if n * direction > 0][::direction]
+        lines.append(f"  {len(changed)} questions have {kind} right answers: {' '.join(changed[:10])}")
+        for name in changed[:limit]:
+            pairs = [pair for pair in zip(old, new, strict=True) if pair[0]["id"] == name]
+            lines += blocks(next([a, b] for a, b in pairs if b["correct"] - a["correct"] == direction), longest)
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- parts of a view
+
+
+def counts(what: str, rows: list[Row]) -> list[str]:
+    """Return the number of completions, and for each outcome its number, mean reward and mean length."""
+    questions = {row["id"] for row in rows}
+    lines = ["", f"{what}: {len(rows)} completions of {len(questions)} questions"]
+    for kind in OUTCOMES:
+        found = [row for row in rows if outcome(row) == kind]
+        if found:
+            reward = fmean(row["reward"] for row in found)
+            tokens = fmean(row["tokens"] for row in found)
+            lines.append(f"  {len(found):>6} {kind:<10}  mean reward {reward:.3g}, mean length {tokens:.4g} tokens")
+    return lines
+
+
+def blocks(rows: list[Row], longest: int | None = None) -> list[str]:
+    """Return each completion below the facts about it. The question stands before the first of its completions.
+
+    ``longest``: letters of a text that are shown; None shows all.
+    """
+    lines = []
+    before = None
+    for row in rows:
+        if row["id"] != before:
+            before = row["id"]
+            lines += ["", f"{before}, gold answer {row['gold']}", row["question"][:longest]]
+        facts = [f"  {outcome(row)}{', dropped' * row['dropped']}"]
+        for name, value in [*((key, row.get(key)) for key in FACTS), *row["parts"].items()]:
+            if value is not None:
+                facts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        lines += [", ".join(facts).replace("\n", " "), textwrap.indent(row["completion"][:longest], "    ")]
+    return lines

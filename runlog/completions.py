@@ -1,0 +1,85 @@
+"""The completions of a run: completions/step-N.jsonl.gz, and eval-N.jsonl.gz of the evaluation after N steps.
+
+Each file has one JSON object per line and appears whole, so it can be read while the run writes. A resume removes the
+files of later steps. No checksum depends on them, so they may be deleted.
+"""
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from facts.exits import InputError
+from inputs.files import one_line, write_atomically
+from runlog.run_record import json_line
+
+Row = dict[str, Any]
+OUTCOMES = ("right", "wrong", "unparsable", "truncated")
+LEVEL = 3  # of gzip; level 6 takes four times as long and saves a tenth
+NEEDED = {  # of a row
+    "step",
+    "id",
+    "sample",
+    "question",
+    "gold",
+    "reward",
+    "correct",
+    "parsable",
+    "tokens",
+    "finish",
+    "dropped",
+    "parts",
+    "completion",
+}
+
+
+def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
+    """Write the file of a step (``kind`` step) or of the evaluation after it (eval). Equal rows give equal bytes."""
+    path = run / "completions" / f"{kind}-{step:06d}.jsonl.gz"
+    path.parent.mkdir(exist_ok=True)
+    text = "".join(json_line({"step": step, **row}) for row in rows)
+    write_atomically(path, gzip.compress(text.encode(), LEVEL, mtime=0))
+
+
+def files(run: Path, kind: str) -> dict[int, Path]:
+    """Return the files of a kind by their steps, in the order of the steps."""
+    digits = "[0-9]" * 6
+    return {int(path.name[5:11]): path for path in sorted(run.glob(f"completions/{kind}-{digits}.jsonl.gz"))}
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file. Raises InputError if it is damaged."""
+    try:
+        with gzip.open(path, "rb") as file:
+            rows = [json.loads(line) for line in file]
+        if not all(isinstance(row, dict) and NEEDED <= row.keys() for row in rows):
+            raise ValueError(f"a row has {', '.join(sorted(NEEDED))}")
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        raise InputError(f"{path}: found a damaged file: {one_line(error)}; delete it to see the others") from None
+    return rows
+
+
+def rewind(run: Path, step: int) -> None:
+    """Remove the files of later steps."""
+    for kind in ("step", "eval"):
+        for later, path in files(run, kind).items():
+            if later > step:
+                path.unlink()
+
+
+def outcome(row: Row) -> str:
+    """Return one of OUTCOMES. A truncated completion was cut off and is not right."""
+    if row["correct"]:
+        return "right"
+    missed = "wrong" if row["parsable"] else "unparsable"
+    return "truncated" if row["finish"] in ("length", "turns") else missed
+
+
+def telling(rows: list[Row]) -> list[Row]:
+    """Return a row of each outcome, as many as possible from the first question that has the most outcomes."""
+    kinds = Counter(name for name, _ in {(row["id"], outcome(row)) for row in rows})
+    varied = sorted(rows, key=lambda row: kinds[row["id"]], reverse=True)
+    first = {outcome(row): row for row in reversed(varied)}
+    return [first[kind] for kind in OUTCOMES if kind in first]
