@@ -87,7 +87,8 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
         raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
     change = Counter(row["id"] for row in new if row["correct"])
     change.subtract(row["id"] for row in old if row["correct"])
-    lines = ["", f"{before.name[:11]} and {after.name[:11]}, {len(old)} answers each"]
+    names = [f"{path.parents[1].name} {path.name[:11]}" for path in (before, after)]
+    lines = ["", f"{' and '.join(names)}, {len(old)} answers each"]
     for direction, kind in ((-1, "fewer"), (1, "more")):
         changed = [name for name, n in change.most_common() if n * direction > 0][::direction]
         lines.append(f"  {len(changed)} questions have {kind} right answers: {' '.join(changed[:10])}")

@@ -149,6 +149,7 @@ def test_two_runs_are_compared_by_their_last_evaluations(run: Path, tmp_path: Pa
     completions.write(other, "eval", 9, [row | {"correct": row["id"] == "test:2"} for row in rows])
     text = shown(capsys, run, "--diff", run, other)
     assert "fewer right answers: test:1\n" in text and "more right answers: test:2\n" in text
+    assert f"{run.name} eval-000004 and other eval-000009, 3 answers each\n" in text
     completions.write(other, "eval", 10, [row | {"question": "another"} for row in rows])
     assert "found other questions or samples" in refused(capsys, run, "--diff", run, other)
 
