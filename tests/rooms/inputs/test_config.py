@@ -186,6 +186,7 @@ def other_values(cfg: Config) -> dict[str, object]:
         "eval.sets": "{other: [a.jsonl, b.json]}",
         "rollout.engine": "vllm",
         "rollout.sync": "adapter",
+        "train.completions_logged": 3,
         "reward.method": "openai",
         "lora.targets": "[linear_fc1]",
         "loss.advantage": "none",

@@ -364,7 +364,7 @@ def kept(cfg: Config, layout: str, step: int) -> tuple[list[dict], dict[str, flo
         scores = []
         for question, one in answers:
             n = len(one.tokens)
-            parts = {"length": float(n), "name": question.question} | {"long": 1.0} * (n == 8)
+            parts = {"length": float(n), "name": question.question} | ({"long": 1.0} if n == 8 else {})
             scores.append(Score(n / 16, True, n == 8 and is_mixed(question), None, parts, f"{question.question} {n}"))
         return scores
 
@@ -397,7 +397,7 @@ def test_rank_0_alone_has_a_row_of_every_completion_also_of_replaced_groups(tmp_
                 known |= {"gold": "", "reward": n / 16 - penalty * trained, "correct": n == 8 and is_mixed}
                 known |= {"parsable": True, "answer": None, "tokens": n, "finish": "length" if n == 8 else "stop"}
                 known |= {"advantage": round((3 * place + sample) / 8, 4) if trained else None, "dropped": not trained}
-                known |= {"parts": {"length": float(n), "name": name} | {"long": 1.0} * (n == 8)}
+                known |= {"parts": {"length": float(n), "name": name} | ({"long": 1.0} if n == 8 else {})}
                 expected.append((known | {"completion": f"{name} {n}"}, logp))
     for row, (want, logp) in zip(rows, expected, strict=True):
         assert {"step": 0, **row} == want | {"logp": logp or row["logp"]}
@@ -490,7 +490,7 @@ def test_an_evaluation_depends_neither_on_ranks_nor_on_waves_nor_on_the_seed(tmp
     for layout in asked(["DP2", "TP2_EP2_DP2", nightly("TP4_EP4_DP2")]):  # eight have less than one question each
         cfg = config(tmp_path, eval__batch_size=3, train__seed=1)
         ranks = training.in_world(layout, evaluated, cfg, layout)
-        assert all(found[:2] == expected[:2] for found in ranks)
+        assert all([*found[:2]] == expected[:2] for found in ranks)
         assert [rows for _, _, rows, _ in ranks] == [expected[2], *[[]] * (len(ranks) - 1)]
         if layout == "DP2":  # two ranks have 4 and 3 questions: a call for each wave
             assert [calls for *_, calls in ranks] == [[3, 1], [3, 0]]

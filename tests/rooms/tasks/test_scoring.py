@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -407,8 +408,18 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
     ],
 )
 def test_a_mapping_has_a_score_and_parts(value: object, expected: object) -> None:
-    found = scoring.result_of(lambda *_: value, ("", "", {}))
+    found = scoring.score_of(value)
     assert found == expected if isinstance(expected, Score) else expected in found.cause
+
+
+def test_a_text_among_the_parts_is_a_plain_one_whatever_its_class() -> None:
+    """A class of the user's file is unknown in the process that reads the score."""
+    parts = scoring.score_of({"score": 1.0, Named("kind"): Named("short")}).parts
+    assert parts == {"kind": "short"} and [type(text) for text in (*parts, *parts.values())] == [str, str]
+
+
+class Named(str):
+    """As a user's file may define it."""
 
 
 def test_long_calls_beat_once_a_second(tmp_path: Path) -> None:
@@ -524,11 +535,10 @@ def test_math_compares_the_last_box_by_its_value() -> None:
         expected += [Score(0.0, False, False)] * 2
     for completion, gold, is_right in BOXES:
         calls.append(Call(completion, gold, ROW))
-        expected.append(Score(is_right, True, is_right))
+        expected.append(Score(is_right, True, is_right, ANY))  # of several boxes
     scorer = Scorer(RewardConfig(method="math"))
     found = scorer(calls)
     scorer.close()
-    found = [one if want.answer else one._replace(answer=None) for one, want in zip(found, expected, strict=True)]
     assert [(call, one) for call, one in zip(calls, found, strict=True)] == list(zip(calls, expected, strict=True))
 
 
