@@ -32,6 +32,7 @@ from engines.torch_sampler import TorchSampler
 from lora_megatron import LoRAGroupedLinear
 from rollout import Sampled
 from run import tripwires
+from tasks import scoring
 from weight_sync import Push
 from weights import adapter_weights, huggingface
 
@@ -65,7 +66,7 @@ def two_steps_are_usual(patch: MonkeyPatch) -> None:
 
 
 # A random model never answers in the right form, which a tripwire would notice.
-every_answer_parsable = instead(reward_gsm8k, "parsable", lambda *_: True)
+every_answer_parsable = after(scoring.Scorer, "_of_method", lambda score, *_: score._replace(found=True))
 # The most likely token has a log-prob of exactly 0, but not at temperature FLAT.
 sure_policy = both(sharpened(80), every_answer_parsable)
 
