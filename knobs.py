@@ -75,6 +75,16 @@ def _logged(value: Any) -> str | int:
 Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
 
 
+def _logged(value: Any) -> str | int:
+    """Return "all" or a number of questions; raise ValueError with what is needed for all other values."""
+    if value == "all" or (type(value) is int and 0 <= value <= 10**9):
+        return value
+    raise ValueError("all, or a number of questions of 0 or more")
+
+
+Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
+
+
 def listed(paths: Paths | Path) -> tuple[str, ...]:
     """Return one or several paths as a tuple."""
     return paths if isinstance(paths, tuple) else (str(paths),)

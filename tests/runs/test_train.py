@@ -372,7 +372,8 @@ def test_an_answer_is_scored_without_its_stop_token(models, tmp_path) -> None:
         ([*tokens[:-1], 2], "stop", (0.0, True, False)),  # "#### 1"
         (tokens[:5], "length", (0.0, False, False)),
     ):
-        assert input_check.Inputs.score(inputs, [(question, Completion(answer, [], ending))]) == [expected]
+        [found] = input_check.Inputs.score(inputs, [(question, Completion(answer, [], ending))])
+        assert found[:3] == expected and found.text == tokenizer.decode(answer[:-1] if ending == "stop" else answer)
 
 
 THOUGHTS = "7 + 5 = 12</think> <answer>\\boxed{12}</answer>"

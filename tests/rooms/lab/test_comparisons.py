@@ -224,6 +224,15 @@ def test_curves_count_steps_as_the_console_does(tmp_path: Path) -> None:
     assert "actor/loss" not in read
 
 
+def test_curves_show_the_parts_of_a_reward_and_truncation(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/part/form": step / 8, "response_length/truncated_frac": 0.5} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert curves.read_curves(tmp_path) == {
+        "reward/part/form": {1: 0.125, 2: 0.25},
+        "response_length/truncated_frac": {1: 0.5, 2: 0.5},
+    }
+
+
 @pytest.mark.parametrize("values", [[1, math.nan, 3, 4], [math.nan, 2, math.nan]])
 def test_a_curve_has_gaps_where_nothing_was_measured(values: list[float]) -> None:
     *marks, line, smooth = panel("reward/mean", dict(enumerate(values, 1))).lines
