@@ -202,7 +202,7 @@ def test_a_finished_run_goes_on_for_more_steps_with_the_numbers_of_a_longer_run(
 
 
 def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_accepted(model, tmp_path) -> None:
-    """A bit of a weight, and a chat template that was not there, are changed after the first step."""
+    """A bit of a weight is changed after the first step, and the chat template gets a file that was not there."""
     shutil.copytree(model, tmp_path / "model")
     cfg = training.config(tmp_path / "model", tmp_path / "out", train__steps=2, train__checkpoint_every=1)
     run = training.run_all({"": ("TP1", cfg)})[""]
@@ -213,7 +213,7 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
     changed = [tmp_path / name for name in ("model/chat_template.jinja", "model/model.safetensors")]
     template, weights = changed
     was = ["not there", sha256_file(weights)]
-    template.write_text("{{ messages[0]['content'] }} is")
+    template.write_text(json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["chat_template"])
     flip_a_bit(weights)
     lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
     for path, before, line in zip(changed, was, lines, strict=True):

@@ -225,6 +225,12 @@ def taught_by_peft(make: Callable[[Path], object]) -> Break:
     return change
 
 
+def with_b(folder: Path) -> None:
+    """An adapter of PEFT gets an update. The working run has none, because all its rewards are equal."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor + 0.01 * ("lora_B" in name) for name, tensor in load_file(path).items()}, path)
+
+
 def without_b(folder: Path) -> None:
     """An adapter of PEFT loses its update."""
     path = folder / "adapter_model.safetensors"

@@ -40,6 +40,7 @@ from breaking import (
     taught_by_peft,
     typed,
     variables,
+    with_b,
     without_b,
     write_config,
 )
@@ -251,8 +252,7 @@ def assert_one_line(stderr: str, expected: str) -> None:
     [
         NEW,
         resumed(lambda r: None),
-        taught(),
-        ci(taught_by_peft(lambda p: None)),
+        taught_by_peft(with_b),
         ci(typed()),
         ci(model(lambda m: None)),
         ci(questions()),
