@@ -75,16 +75,6 @@ def _logged(value: Any) -> str | int:
 Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
 
 
-def _logged(value: Any) -> str | int:
-    """Return "all" or a number of questions; raise ValueError with what is needed for all other values."""
-    if value == "all" or (type(value) is int and 0 <= value <= 10**9):
-        return value
-    raise ValueError("all, or a number of questions of 0 or more")
-
-
-Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
-
-
 def listed(paths: Paths | Path) -> tuple[str, ...]:
     """Return one or several paths as a tuple."""
     return paths if isinstance(paths, tuple) else (str(paths),)
@@ -272,7 +262,7 @@ class LossConfig(Section):
         "mean of the others; zero: rewards are only measured, and loss.teacher teaches; or FILE.py:NAME, (rewards) -> "
         "advantages, both (P, G)",
     )
-    teacher: str | None = knob(
+    teacher: OnePath | None = knob(
         None,
         "run, checkpoint or PEFT folder of an adapter of the same base: on-policy distillation, which takes "
         "teacher_coef x (log-prob of the policy - that of the teacher) off the advantage of each token",
