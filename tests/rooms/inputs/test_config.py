@@ -142,13 +142,15 @@ FILES = ("data.source=gsm8k", "data.train_path=a.jsonl", "data.test_path=b.jsonl
 PATHS = {  # key -> the other overrides with which it is read
     "model.path": ("tiny_model.seed=0",), "train.out_dir": (), "train.resume": (),
     "data.train_path": FILES, "data.test_path": FILES, "data.few_shot_path": FILES, "eval.sets": (),
-    "reward.function": (), "loss.kind": (), "loss.advantage": (),
+    "reward.function": (), "loss.kind": (), "loss.advantage": (), "loss.teacher": (),
+    "rollout.environment": ("parallel.timeout_seconds=600",),
 }  # fmt: skip
+FUNCTIONS = ("reward.function", "loss.kind", "loss.advantage", "rollout.environment")  # FILE.py:NAME
 
 
 def given(key: str, path: str) -> str:
     """A value of ``key`` with this path in it, and for a function its name."""
-    name = ":f" if key.startswith(("reward", "loss")) else ""
+    name = ":f" if key in FUNCTIONS else ""
     return f"{{more: [a, '{path}']}}" if key == "eval.sets" else f"'{path}{name}'"
 
 
