@@ -118,9 +118,8 @@ def read_inputs(
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.composed(question.question) for question in questions}
     for name, part in held_out.items():
-        shared = {one.question for one in part if question_files.composed(one.question) in asked}
+        shared = question_files.asked_in(part, questions)
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(

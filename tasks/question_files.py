@@ -319,6 +319,12 @@ def composed(question: str) -> str:
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
+def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
+    """Return the questions of ``rows`` that ``others`` ask as well."""
+    known = {composed(row.question) for row in others}
+    return [row.question for row in rows if composed(row.question) in known]
+
+
 def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
     """Return the pairs of different questions, one from each sequence, that a reader can hardly tell apart.
 
