@@ -364,21 +364,32 @@ class Tripwires:
 
     def _gradient_expected(self, metrics: dict[str, float]) -> str:
         """Why the gradient cannot be 0, if it is; "" if it is not, or may be."""
-        cfg, loss = self.cfg, self.cfg.loss
+        loss = self.cfg.loss
         if metrics["actor/grad_norm"] != 0 or metrics.get("actor/entropy", 0.0) < UNSURE:
             return ""
         kl = metrics.get("actor/kl_loss", 0.0)
         if loss.kl in NOT_NEGATIVE and loss.kl_coef >= LEAST_KL_COEF and kl >= LEAST_KL:
             return f"the KL to the reference is {kl:.2g}"
-        is_weighted = metrics.get("rollout/importance_mean", 1.0) > 0
-        if loss.teacher:
-            kl = metrics.get("actor/teacher_kl", 0.0)
-            teaches = is_weighted and abs(kl) >= LEAST_KL and loss.teacher_coef >= LEAST_KL_COEF
-            return f"the KL to the teacher is {kl:.2g}" if teaches and ":" not in loss.kind else ""
-        if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.kind} {loss.advantage} {cfg.reward.function}":
-            return ""  # differing rewards may train nothing, or equal completions in opposite directions
+        if not metrics.get("rollout/importance_mean", 1.0) > 0 or ":" in loss.kind:
+            return ""
+        return self._teaching(metrics) if loss.teacher else self._differing(metrics)
+
+    def _teaching(self, metrics: dict[str, float]) -> str:
+        """Return that the policy is not its teacher; "" if the weight of that is too small to show."""
+        kl = metrics.get("actor/teacher_kl", 0.0)
+        teaches = abs(kl) >= LEAST_KL and self.cfg.loss.teacher_coef >= LEAST_KL_COEF
+        return f"the KL to the teacher is {kl:.2g}" if teaches else ""
+
+    def _differing(self, metrics: dict[str, float]) -> str:
+        """Return that rewards differ; "" if they do not, or if they may train nothing.
+
+        Completions that are equal may be trained in opposite directions.
+        """
+        cfg, loss = self.cfg, self.cfg.loss
+        if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.advantage} {cfg.reward.function}":
+            return ""
         differing = cfg.rollout.prompts_per_step - metrics.get("reward/equal_groups", cfg.rollout.prompts_per_step)
-        return f"the rewards of {differing:.0f} groups differ" if differing > 0 and is_weighted else ""
+        return f"the rewards of {differing:.0f} groups differ" if differing > 0 else ""
 
     def _collapse(self, when: str, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
