@@ -231,7 +231,7 @@ class Settings(BaseModel):
 def read_settings(folder: Path) -> Settings:
     """Return what the adapter_config.json in ``folder`` says; InputError for what is no LoRA, or is no such value."""
     path = folder / SETTINGS
-    content = read_object(path, ("r", "lora_alpha"))
+    content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
         if content.get(key, plain[0]) not in plain:
             raise InputError(f"{path}: {key} is {content[key]!r}; needed: {plain[0]!r}")
