@@ -98,9 +98,14 @@ def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
-    """For each of eval.sets the section data whose split "test" it is. Beside generated questions they are GSM8K's."""
+    """Return the sections data whose splits "test" are held out: ``data`` under "", and one for each of eval.sets.
+
+    Beside generated questions the sets are GSM8K's.
+    """
     source = "gsm8k" if data.source == "arithmetic" else data.source
-    return {name: data.model_copy(update={"source": source, "test_path": paths}) for name, paths in sets.items()}
+    return {"": data} | {
+        name: data.model_copy(update={"source": source, "test_path": paths}) for name, paths in sets.items()
+    }
 
 
 def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:

@@ -330,9 +330,7 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
 
     They may be one question twice, or two such as 3² and 32. For that reason nobody refuses them.
     """
-    known: dict[str, str] = {}
-    for row in first:
-        known.setdefault(normalised(row.question), row.question)
+    known = {normalised(row.question): row.question for row in reversed(first)}
     pairs = [(known.get(normalised(row.question), row.question), row.question) for row in second]
     return [pair for pair in pairs if composed(pair[0]) != composed(pair[1])]
 
