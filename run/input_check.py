@@ -157,8 +157,8 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
     parts += [(name or "held-out", data, "test") for name, data in data_gsm8k.of_sets(train, evaluation.sets).items()]
     for kind, data, split in parts:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
-        answers = [right_answer(reward, train.instruction, row) for row in rows]
-        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
+        calls = [Call(right_answer(reward, train.instruction, row), row.gold, row.columns) for row in rows]
+        scores = scorer(calls)
         wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
             first_wrong = wrong[0]
@@ -166,9 +166,9 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
             if reward.function:
                 rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, with the score "
+                f"{scorer.name} finds {len(wrong)} of {len(calls)} gold {kind} answers not correct, with the score "
                 f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
-                f"{answers[first_wrong][-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                f"{calls[first_wrong].completion[-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
                 "reward.check_gold=false"
             )
 
