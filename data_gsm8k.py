@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 PROMPT = "Question: {question}\nAnswer:"  # of a tokenizer without a chat template
 
 # How templates name the turn of the model, where their own form of an earlier turn does not show it.
-ASSISTANT = re.compile(r"assistant|answer|response|model|\b(ai|bot|gpt)\b|/inst\b", re.IGNORECASE)
+ASSISTANT = re.compile(r"assistant|answer|response|model|\b(ai|gpt)\b|bot(\b|_)|/inst\b", re.IGNORECASE)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
@@ -99,9 +98,14 @@ def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
-    """For each of eval.sets the section data whose split "test" it is. Beside generated questions they are GSM8K's."""
+    """Return the sections data whose splits "test" are held out: ``data`` under "", and one for each of eval.sets.
+
+    Beside generated questions the sets are GSM8K's.
+    """
     source = "gsm8k" if data.source == "arithmetic" else data.source
-    return {name: data.model_copy(update={"source": source, "test_path": paths}) for name, paths in sets.items()}
+    return {"": data} | {
+        name: data.model_copy(update={"source": source, "test_path": paths}) for name, paths in sets.items()
+    }
 
 
 def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
@@ -110,8 +114,7 @@ def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     InputError if a question of ``asked`` is among them: it would be asked after its own answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
-    known = {question_files.composed(row.question) for row in examples}
-    if repeated := [row.question for row in asked if question_files.composed(row.question) in known]:
+    if repeated := question_files.asked_in(asked, examples):
         raise InputError(
             f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
             "examples that are in neither the training nor the held-out questions"
@@ -141,22 +144,31 @@ def load(
     for roles in {tuple(role for role, _ in row.turns) for row in rows}:
         turns = _all_turns([(role, f"text {index}.") for index, role in enumerate(roles)], data, examples)
         refuse_closed(turns, tokenizer, data)
-    limit = data.max_prompt_tokens
-    kept = [question for question in questions if len(question.prompt) <= limit]
-    dropped = len(questions) - len(kept)
-    if dropped and (data.overlong_prompts == "refuse" or not kept):
-        lengths = [len(question.prompt) for question in questions]
-        raise InputError(
-            f"{source}: {dropped} of {len(questions)} prompts are longer than data.max_prompt_tokens = {limit}; the "
-            f"longest (question {lengths.index(max(lengths)) + 1}) has {max(lengths)} tokens; raise it"
-            + (", or set data.overlong_prompts: drop" if kept else "")
-        )
+    kept = _short_enough(questions, data, source)
     return Questions(
         [question._replace(position=n) for n, question in enumerate(kept)],
         seed,
         f"{len(kept)} questions from {source} ({form}); longest prompt {max(len(one.prompt) for one in kept)} of "
-        f"{limit} tokens, dropped {dropped}" + (f"; {len(examples)} worked examples before each" if examples else ""),
+        f"{data.max_prompt_tokens} tokens, dropped {len(rows) - len(kept)}"
+        + f"; {len(examples)} worked examples before each"
+        * bool(examples),
     )
+
+
+def _short_enough(questions: list[Question], data: DataConfig, source: str) -> list[Question]:
+    """Return the questions whose prompts fit; InputError if one does not, unless they are dropped, or if none does.
+
+    ``source``: where they come from, for the message.
+    """
+    limit, lengths = data.max_prompt_tokens, [len(question.prompt) for question in questions]
+    kept = [question for question in questions if len(question.prompt) <= limit]
+    if len(kept) < len(questions) and (data.overlong_prompts == "refuse" or not kept):
+        raise InputError(
+            f"{source}: {len(questions) - len(kept)} of {len(questions)} prompts are longer than "
+            f"data.max_prompt_tokens = {limit}; the longest (question {lengths.index(max(lengths)) + 1}) has "
+            f"{max(lengths)} tokens; raise it" + ", or set data.overlong_prompts: drop" * bool(kept)
+        )
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
@@ -178,10 +190,8 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
-    templates = {"tokenizer_config.json": settings.get("chat_template")}
-    if "chat_template.json" in files:  # of old processors
-        templates["chat_template.json"] = read_object(folder / "chat_template.json").get("chat_template")
-    for name, template in templates.items():
+    for name in files & {"tokenizer_config.json", "chat_template.json"}:  # the second one is of old processors
+        template = read_object(folder / name).get("chat_template")
         if isinstance(template, str) and template.strip() != str(tokenizer.chat_template).strip():
             raise InputError(f"{folder / name}: its chat template is not the one that is read; needed: one in all")
     return tokenizer
@@ -274,27 +284,23 @@ def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokeni
 def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Raise InputError unless the prompt of ``turns``, whose last text is unique, ends in the assistant's turn.
 
-    How the template writes an earlier turn of the assistant shows how such a turn begins. Some templates always begin
-    it, whether a prompt is asked for or not.
+    How the template writes an earlier turn of the assistant shows how such a turn begins: so begins the prompt's end,
+    or it names the assistant where add_generation_prompt opens the turn, or where a template shows one question alone.
     """
     if not tokenizer.chat_template:
         return
-    asked, answer, after = turns[-1][1], "An answer.", "Another question."
+    asked, answer = turns[-1][1], "An answer."
     prompt, plain = (_chat_text(turns, tokenizer, data, opens=opens) for opens in (True, False))
-    end = prompt.rpartition(asked)[2]
+    end, opening = prompt.rpartition(asked)[2], prompt[len(plain) :]
     talk = ""
     with contextlib.suppress(InputError):  # a template of one question alone
-        talk = _chat_text([*turns, ("assistant", answer), ("user", after)], tokenizer, data, opens=False)
-    begin, is_shown, rest = talk.rpartition(asked)[2].partition(answer)
-    shared = len(os.path.commonprefix([end, begin]))
-    of_any_turn = len(os.path.commonprefix([begin, rest.partition(after)[0]]).rstrip())
+        talk = _chat_text([*turns, ("assistant", answer), ("user", "And now?")], tokenizer, data, opens=False)
+    begin, is_shown, _ = talk.rpartition(asked)[2].partition(answer)
     if not is_shown:
-        opened = bool(ASSISTANT.search(end))
-    elif prompt == plain:
-        opened = bool(begin.strip()) and shared >= len(begin.rstrip())
-    else:  # the model itself may write the end of ``begin``, such as an empty thought
-        opened = shared > of_any_turn
-    if not opened or (is_shown and (tokenizer.eos_token or asked) in end[shared:]):
+        begin, opening = "", end
+    # The model itself may write the end of ``begin``, such as an empty thought.
+    opened = (begin.strip() and end.startswith(begin.rstrip())) or ASSISTANT.search(opening)
+    if not opened or end.rstrip().endswith(tokenizer.eos_token or asked):
         raise InputError(
             f"{tokenizer.name_or_path}: with its chat template a prompt ends with {end[-60:]!r} after the question, "
             f"which does not begin the assistant's turn; needed: a template that does, with add_generation_prompt"

@@ -188,7 +188,7 @@ def measure(cfg: Config) -> dict:
     whole = cfg.changed(parallel={"tensor": 1, "expert": 1})  # every rank has its own questions
     refuse_first(trainer_problems(whole, arch, ranks))
     factory.check_engine(cfg, arch, ranks)
-    sets = {"": cfg.data} | data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
+    sets = data_gsm8k.of_sets(cfg.data, cfg.eval.sets)
     held_out = {name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed) for name, data in sets.items()}
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     pad_token = data_gsm8k.pad_token_id(tokenizer, stop_tokens)

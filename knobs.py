@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from facts.architectures import FamilyName
 from facts.checks import LOGP_GAP_FP32
@@ -48,21 +48,17 @@ def _written(paths: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Return a text unchanged, and a list of texts as a tuple. ValueError says what is needed for other values."""
+    """Return user_path of a text, and a tuple for a list of texts. ValueError says what is needed for other values."""
     if isinstance(value, str):
-        return value
+        return user_path(value)
     if isinstance(value, list | tuple) and value and all(isinstance(path, str) and path for path in value):
-        return tuple(value)
+        return tuple(map(user_path, value))
     raise ValueError("a path or a list of paths")
-
-
-def _user_paths(paths: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return tuple(map(user_path, paths)) if isinstance(paths, tuple) else user_path(paths)
 
 
 AsWritten = PlainSerializer(_written)
 OnePath = Annotated[str, AfterValidator(user_path), AsWritten]
-Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths), AfterValidator(_user_paths), AsWritten]
+Paths = Annotated[str | tuple[str, ...], PlainValidator(_paths), AsWritten]
 
 
 def _logged(value: Any) -> str | int:

@@ -212,52 +212,42 @@ def judged(
         name: torch.tensor(values, dtype=torch.float64) for name, values in known["faults"].items()
     }
     near = {name: (got - values).abs().mean().item() for name, values in answers.items()}
-    alike = [name for name in known["faults"] if (answers[name] - right).abs().mean() <= tolerance]
     change = right - base
-    share = ((got - base_got) * change).sum() / change.square().sum()
-    effect, is_base = change.abs().mean().item(), torch.equal(got, base_got)
-    verdict, remark = _verdict(near, alike, tolerance, effect, float(share), is_base, dtype)
+    share = float(((got - base_got) * change).sum() / change.square().sum())  # of the right change
+    same = alike(known, tolerance)
+    within = [name for name in near if near[name] <= tolerance]
+    nearest = min((name for name in near if name not in ("right", *same)), key=lambda name: near[name])
+    verdict = "wrong"
+    if "right" in within and near["right"] * 2 > near[nearest]:
+        verdict, remark = "unclear", f"as near to: {nearest}"
+    elif "right" in within:
+        too_near = f"; too near to tell: {', '.join(same)}" * bool(same)
+        verdict, remark = "applied", f"effect {change.abs().mean():.2f}{too_near}"
+    elif "base" in within:
+        verdict, remark = "ignored", "the base" + ", bit for bit" * torch.equal(got, base_got)
+    elif within:
+        remark = " or ".join(within)
+    elif near[nearest] * CLOSE <= near["right"]:
+        remark = f"close to: {nearest} ({near[nearest]:.2g} nats)"
+    else:
+        remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
+        remark += ADVICE[dtype] * bool(abs(share - 1) < ROUNDED)
     return {"verdict": verdict, "nats": near["right"], "remark": remark}
 
 
-def _verdict(
-    near: dict[str, float],
-    alike: list[str],
-    tolerance: float,
-    effect: float,
-    share: float,
-    is_base: bool,
-    dtype: str,
-) -> tuple[str, str]:
-    """Return the verdict and a remark, by the distances ``near`` from each known answer in nats.
-
-    ``alike``: the faults that the right answer cannot be told from; ``effect``: the mean change by the right adapter;
-    ``share``: how much of that change there is; ``is_base``: there is none, bit for bit.
-    """
-    within = [name for name in near if near[name] <= tolerance]
-    nearest = min((name for name in near if name not in ("right", *alike)), key=lambda name: near[name])
-    if "right" in within and near["right"] * 2 > near[nearest]:
-        return "unclear", f"as near to: {nearest}"
-    if "right" in within:
-        return "applied", f"effect {effect:.2f}" + f"; too near to tell: {', '.join(alike)}" * bool(alike)
-    if "base" in within:
-        return "ignored", "the base" + ", bit for bit" * is_base
-    if within:
-        return "wrong", " or ".join(within)
-    if near[nearest] * CLOSE <= near["right"]:
-        return "wrong", f"close to: {nearest} ({near[nearest]:.2g} nats)"
-    remark = f"no known fault (nearest: {nearest}, {near[nearest]:.2g}); {share:.0%} of the right change"
-    return "wrong", remark + ADVICE[dtype] * (abs(share - 1) < ROUNDED)
+def alike(known: dict, tolerance: float) -> list[str]:
+    """Return the faults of a kind whose log-probs are within the tolerance of the right ones."""
+    right = torch.tensor(known["right"])
+    return [
+        name for name, values in known["faults"].items() if (torch.tensor(values) - right).abs().mean() <= tolerance
+    ]
 
 
 def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
-    """Return the faults of the kinds ``asked`` about whose log-probs are within the tolerance of the right ones."""
+    """Return the faults of the kinds ``asked`` about that the right answer cannot be told from."""
     found = []
     for kind in sorted(asked & kinds.keys()):
-        right = torch.tensor(kinds[kind]["right"])
-        for fault, values in kinds[kind]["faults"].items():
-            if (torch.tensor(values) - right).abs().mean() <= tolerance:
-                found.append(f"{kind}: {fault}")
+        found += [f"{kind}: {fault}" for fault in alike(kinds[kind], tolerance)]
     return found
 
 

@@ -23,7 +23,14 @@ MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
 
 # Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
 # configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
-SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "clip_qkv": None}
+SUPPORTED = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "attention_bias": False,
+    "partial_rotary_factor": 1.0,
+    "clip_qkv": None,
+}
 
 
 def read(model_dir: str | Path) -> Architecture:
@@ -69,7 +76,12 @@ class Raw(NamedTuple):
 def parse(values: dict, where: str = "config.json") -> Architecture:
     """Return the architecture in a decoded config.json; error messages begin with ``where``."""
     raw = Raw(values, where)
-    family = _family(raw)
+    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
+    raw.refuse_if(
+        values.get("model_type") not in supported,
+        f"model_type {shown(values.get('model_type'))} is not supported; supported: {', '.join(supported)}",
+    )
+    family = FAMILIES[values["model_type"]]
     _refuse_unsupported(raw, family)
     theta = _rope_theta(raw)
     num_layers = raw.need("num_hidden_layers")
@@ -107,17 +119,6 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
     )
 
 
-def _family(raw: Raw) -> Family:
-    """Return the family of model_type; InputError for another one."""
-    model_type = raw.values.get("model_type")
-    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
-    raw.refuse_if(
-        model_type not in supported,
-        f"model_type {shown(model_type)} is not supported; supported: {', '.join(supported)}",
-    )
-    return FAMILIES[model_type]
-
-
 def _refuse_unsupported(raw: Raw, family: Family) -> None:
     """Raise InputError for an option that would change the computation."""
     raw.refuse_unless("architectures", raw.values.get("architectures") or [family.class_name], [family.class_name])
@@ -129,8 +130,6 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
         f"quantization_config: found {shown(quantised)}, a quantised checkpoint; needed: one in bf16, fp16 or fp32 "
         "(model.quantisation int4 quantises its experts on loading)",
     )
-    if not family.qkv_bias:
-        raw.refuse_unless("attention_bias", raw.values.get("attention_bias", False), False)
     for layer_type in raw.need("layer_types", list, []):
         raw.refuse_unless("layer_types", layer_type, "full_attention")
 
@@ -141,15 +140,13 @@ def _rope_theta(raw: Raw) -> float:
     transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
     """
     rope = raw.need("rope_parameters", dict, {}) | raw.need("rope_scaling", dict, {})
-    for key in ("rope_type", "type"):
-        raw.refuse_unless("rope scaling", rope.pop(key, "default"), "default")
+    for key, only in {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}.items():
+        raw.refuse_unless("rope scaling", rope.pop(key, only), only)
     outside = raw.values.get("rope_theta", rope.get("rope_theta", 10000.0))
     theta = rope.pop("rope_theta", outside)
     number = isinstance(theta, int | float) and not isinstance(theta, bool)
     raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: expected a positive number, found {shown(theta)}")
     raw.refuse_if(theta != outside, f"rope_theta: found {shown(outside)}, and {shown(theta)} in rope_parameters")
-    rotary = rope.pop("partial_rotary_factor", raw.values.get("partial_rotary_factor", 1.0))
-    raw.refuse_unless("partial_rotary_factor", rotary, 1.0)
     raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} not supported")
     return float(theta)
 

@@ -85,16 +85,18 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
     old, new = completions.read(before), completions.read(after)
     if [row["question"] for row in old] != [row["question"] for row in new]:
         raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
-    change = Counter(row["id"] for row in new if row["correct"])
-    change.subtract(row["id"] for row in old if row["correct"])
+    pairs = list(zip(old, new, strict=True))
+    change = Counter[str]()
+    for was, now in pairs:
+        change[was["id"]] += now["correct"] - was["correct"]
     names = [f"{path.parents[1].name} {path.name[:11]}" for path in (before, after)]
     lines = ["", f"{' and '.join(names)}, {len(old)} answers each"]
     for direction, kind in ((-1, "fewer"), (1, "more")):
         changed = [name for name, n in change.most_common() if n * direction > 0][::direction]
         lines.append(f"  {len(changed)} questions have {kind} right answers: {' '.join(changed[:10])}")
         for name in changed[:limit]:
-            pairs = [pair for pair in zip(old, new, strict=True) if pair[0]["id"] == name]
-            lines += blocks(next([a, b] for a, b in pairs if b["correct"] - a["correct"] == direction), longest)
+            answers = [pair for pair in pairs if pair[0]["id"] == name]
+            lines += blocks(next([a, b] for a, b in answers if b["correct"] - a["correct"] == direction), longest)
     return lines
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from facts.architectures import Architecture, Module, over_layers
 from facts.devices import FORWARD_LAUNCHES, MERGE_LAUNCHES, UPDATE_LAUNCHES, Hardware, Range, spread, three_digits
 from facts.limits import ELEMENT_BYTES
-from knobs import Config, LoraConfig, Merging, OptimConfig
+from knobs import Config, LoraConfig, Merging, OptimConfig, RolloutConfig
 from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
@@ -302,8 +302,8 @@ def step_times(
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
     forward, backward = UPDATE_LAUNCHES[cfg.model.recompute]
     share = cfg.earlier_passes
-    shared = ("linear_fc1", "linear_fc2") if memory.merged_once else ()
-    merges = MERGE_LAUNCHES * sum(target not in shared for target in cfg.lora.targets)
+    shared = {"linear_fc1", "linear_fc2"} if memory.merged_once else set()
+    merges = MERGE_LAUNCHES * len(set(cfg.lora.targets) - shared)
     old_policy = passing(policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     causes = {
         "sync": sync_seconds(arch, cfg.lora, layout, hardware, element, apart=cfg.merging is Merging.NOWHERE)
@@ -322,10 +322,15 @@ def step_times(
     steps = sum(steps for steps, _ in parts)
     if rollout.environment:
         so_far = forward_flops(arch, equal_rows(sequences * sum(rounds), prompt + completion / 2, 0))
-        again = rollout.max_turns - 1 if rollout.kind.refills and waves > 1 else 0  # rows that left vLLM's prefix cache
+        again = (rollout.max_turns - 1) * _leaves_cache(rollout, waves)
         causes["prefill"]["arithmetic"] += again * sum(so_far.values()) / rate
         causes["environment"] = {"answers": rollout.max_turns * len(rounds) * turn_seconds}
     return Times(causes, steps, ranges, waves, micro_batches)
+
+
+def _leaves_cache(rollout: RolloutConfig, waves: int) -> bool:
+    """Return whether a row has left vLLM's prefix cache when its next turn begins."""
+    return rollout.kind.refills and waves > 1
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:

@@ -53,6 +53,11 @@ class Inputs(NamedTuple):
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     @property
+    def parts(self) -> list[tuple[str, Questions]]:
+        """The training questions and each set of held-out ones, with a name for a reader."""
+        return [("train", self.questions), *((name or "held out", part) for name, part in self.held_out.items())]
+
+    @property
     def probe(self) -> list[int]:
         """The prompt on which engine and trainer are compared."""
         return self.held_out[""][0].prompt
@@ -110,7 +115,7 @@ def read_inputs(
     questions = data_gsm8k.load(cfg.data, "train", tokenizer, cfg.train.seed, beat)
     held_out = {
         name: data_gsm8k.load(data, "test", tokenizer, cfg.train.seed, beat)
-        for name, data in {"": cfg.data, **data_gsm8k.of_sets(cfg.data, cfg.eval.sets)}.items()
+        for name, data in data_gsm8k.of_sets(cfg.data, cfg.eval.sets).items()
     }
     for key, count, part, kind in (
         ("rollout.prompts_per_step", cfg.rollout.prompts_per_step, questions, "training"),
@@ -118,9 +123,8 @@ def read_inputs(
     ):
         if count > len(part):
             raise InputError(f"{key}: {count} exceeds the {len(part)} {kind} questions")
-    asked = {question_files.composed(question.question) for question in questions}
     for name, part in held_out.items():
-        shared = {one.question for one in part if question_files.composed(one.question) in asked}
+        shared = question_files.asked_in(part, questions)
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
@@ -149,11 +153,12 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
     if not reward.check_gold:
         return
     first, ranks = (launched_rank(), launched_world_size()) if scorer.in_processes else (0, 1)
-    sets = {"held-out": train, **data_gsm8k.of_sets(train, evaluation.sets)}
-    for kind, data, split in [("training", train, "train"), *((name, data, "test") for name, data in sets.items())]:
+    parts = [("training", train, "train")]
+    parts += [(name or "held-out", data, "test") for name, data in data_gsm8k.of_sets(train, evaluation.sets).items()]
+    for kind, data, split in parts:
         rows = data_gsm8k.read(data, split)[0][first::ranks]
-        answers = [right_answer(reward, train.instruction, row) for row in rows]
-        scores = scorer([Call(answer, row.gold, row.columns) for answer, row in zip(answers, rows, strict=True)])
+        calls = [Call(right_answer(reward, train.instruction, row), row.gold, row.columns) for row in rows]
+        scores = scorer(calls)
         wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
             first_wrong = wrong[0]
@@ -161,9 +166,9 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
             if reward.function:
                 rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(answers)} gold {kind} answers not correct, with the score "
+                f"{scorer.name} finds {len(wrong)} of {len(calls)} gold {kind} answers not correct, with the score "
                 f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
-                f"{answers[first_wrong][-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                f"{calls[first_wrong].completion[-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
                 "reward.check_gold=false"
             )
 
@@ -306,10 +311,10 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"layout: {ranks} ranks = tensor {tensor} x data {ranks // tensor} = "
         f"expert {expert} x expert_data {ranks // expert}"
     ]
-    for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
-        lines += [f"{name or 'held out'}: {part.description}", *look_alikes(f"{name or 'held out'}", part, part)]
+    for name, part in inputs.parts:
+        lines += [f"{name}: {part.description}", *look_alikes(name, part, part)]
         if part is not inputs.questions:
-            lines += look_alikes(f"train and {name or 'held out'}", inputs.questions, part)
+            lines += look_alikes(f"train and {name}", inputs.questions, part)
     lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
@@ -338,8 +343,8 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
     if reward.function:
         return []
     texts = {"data.instruction": [instruction]}
-    for name, part in [("train", inputs.questions), *inputs.held_out.items()]:
-        texts[f"{name or 'held out'}: the questions' own text"] = [one.question for one in part]
+    for name, part in inputs.parts:
+        texts[f"{name}: the questions' own text"] = [one.question for one in part]
     warnings = []
     for name, of_part in texts.items():
         for form, readers in reward_gsm8k.READERS.items():

@@ -52,6 +52,11 @@ def wrong_merge(share: float) -> str:
     )
 
 
+def teaches(kl: float, coef: float) -> bool:
+    """Return whether a KL with this weight is too large for a gradient of exactly 0."""
+    return kl >= LEAST_KL and coef >= LEAST_KL_COEF
+
+
 def truncated_steps(rollout: RolloutConfig) -> int:
     """The number of steps that sample enough completions to judge how many are truncated."""
     return -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
@@ -368,17 +373,17 @@ class Tripwires:
         if metrics["actor/grad_norm"] != 0 or metrics.get("actor/entropy", 0.0) < UNSURE:
             return ""
         kl = metrics.get("actor/kl_loss", 0.0)
-        if loss.kl in NOT_NEGATIVE and loss.kl_coef >= LEAST_KL_COEF and kl >= LEAST_KL:
+        if loss.kl in NOT_NEGATIVE and teaches(kl, loss.kl_coef):
             return f"the KL to the reference is {kl:.2g}"
-        is_weighted = metrics.get("rollout/importance_mean", 1.0) > 0
+        if not metrics.get("rollout/importance_mean", 1.0) > 0 or ":" in loss.kind:
+            return ""
         if loss.teacher:
             kl = metrics.get("actor/teacher_kl", 0.0)
-            teaches = is_weighted and abs(kl) >= LEAST_KL and loss.teacher_coef >= LEAST_KL_COEF
-            return f"the KL to the teacher is {kl:.2g}" if teaches and ":" not in loss.kind else ""
-        if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.kind} {loss.advantage} {cfg.reward.function}":
+            return f"the KL to the teacher is {kl:.2g}" * teaches(abs(kl), loss.teacher_coef)
+        if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.advantage} {cfg.reward.function}":
             return ""  # differing rewards may train nothing, or equal completions in opposite directions
         differing = cfg.rollout.prompts_per_step - metrics.get("reward/equal_groups", cfg.rollout.prompts_per_step)
-        return f"the rewards of {differing:.0f} groups differ" if differing > 0 and is_weighted else ""
+        return f"the rewards of {differing:.0f} groups differ" if differing > 0 else ""
 
     def _collapse(self, when: str, metrics: dict[str, float]) -> None:
         """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""

@@ -319,14 +319,18 @@ def composed(question: str) -> str:
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
+def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
+    """Return the questions of ``rows`` that ``others`` ask as well."""
+    known = {composed(row.question) for row in others}
+    return [row.question for row in rows if composed(row.question) in known]
+
+
 def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
     """Return the pairs of different questions, one from each sequence, that a reader can hardly tell apart.
 
     They may be one question twice, or two such as 3² and 32. For that reason nobody refuses them.
     """
-    known: dict[str, str] = {}
-    for row in first:
-        known.setdefault(normalised(row.question), row.question)
+    known = {normalised(row.question): row.question for row in reversed(first)}
     pairs = [(known.get(normalised(row.question), row.question), row.question) for row in second]
     return [pair for pair in pairs if composed(pair[0]) != composed(pair[1])]
 

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe, TimeoutError
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
 START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
 START_SECONDS = 120  # to import the file, which may import a large package
-IMPORTING = "importing"  # what a process sends when an import begins, and when it ends
+IMPORTING, IMPORTED = "importing", "imported"  # what a process sends when an import begins, and when it ends
 MOST = 8  # workers of a rank
 NEEDED = "needed: a number, or (number, answer found, correct), both of these bool, or {'score': number, ...}"
 ENVIRONMENT = "rollout.environment"
@@ -216,11 +215,9 @@ class Worker:
 
     def ask(self, key: str, call: tuple, seconds: float) -> Any:
         """What the function of ``key`` makes of the arguments ``call``, or a Failure."""
-        if self.process.poll() is not None:
-            self.restart()
         try:
             self.connection.send((key, tuple(call)))
-        except OSError:  # the process has just ended
+        except OSError:  # the process has ended
             self.restart()
             self.connection.send((key, tuple(call)))
         return self.answer(seconds)
@@ -228,19 +225,15 @@ class Worker:
     def answer(self, seconds: float) -> Any:
         """Return what the process sends next, or a Failure if it ends, or takes more than ``seconds`` and is ended.
 
-        The time in which it imports packages does not count, up to START_SECONDS for each.
+        They begin anew when the process has imported a package, for which it has START_SECONDS.
         """
-        deadline = time.monotonic() + seconds
+        limit = seconds
         try:
-            while self.connection.poll(max(0.0, deadline - time.monotonic())):
+            while self.connection.poll(limit):
                 found = self.connection.recv()
-                if found != IMPORTING:
+                if found not in (IMPORTING, IMPORTED):
                     return found
-                began = time.monotonic()
-                if not self.connection.poll(START_SECONDS):
-                    break
-                self.connection.recv()  # the end of the import
-                deadline += time.monotonic() - began
+                limit = START_SECONDS if found == IMPORTING else seconds
         except (EOFError, OSError):
             return Failure(f"ended its process ({self.end()})")
         self.process.kill()
@@ -289,7 +282,10 @@ def serve(end: str, *functions: str) -> None:
 
 
 def announcing(plain: Callable[..., Any], connection: Connection, busy: threading.Lock) -> Callable[..., Any]:
-    """Return ``plain``, which imports a module, so that it sends IMPORTING before and after; ``busy`` during it."""
+    """Return ``plain``, which imports a module, so that it sends IMPORTING before it and IMPORTED after it.
+
+    ``busy`` is locked during an import.
+    """
     process = os.getpid()
 
     def announced(name: str, *arguments: Any, **named: Any) -> Any:
@@ -302,7 +298,7 @@ def announcing(plain: Callable[..., Any], connection: Connection, busy: threadin
             return plain(name, *arguments, **named)
         finally:
             busy.release()
-            connection.send(IMPORTING)
+            connection.send(IMPORTED)
 
     return announced
 

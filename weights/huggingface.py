@@ -197,23 +197,21 @@ def _weight_files(model_dir: Path) -> list[Path]:
     if adapters := sorted(path.name for path in model_dir.glob("adapter_*") if path.suffix in ADAPTER_ENDINGS):
         raise InputError(f"{model_dir}: {adapters[0]}: holds a LoRA adapter beside the weights; merge it or remove it")
     index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(model_dir.glob("*.safetensors"))
-        if not files:
-            raise InputError(f"model.path: no *.safetensors in {model_dir}; pickled files (*.bin) are never opened")
-        return files
-    try:
-        names = sorted({Path(name) for name in read_object(index, ("weight_map",))["weight_map"].values()})
-    except (TypeError, AttributeError) as error:
-        raise InputError(f"{index}: not a valid weight index ({error})") from None
-    missing = [name for name in names if name != Path(name.name) or not (model_dir / name).is_file()]
-    if missing:
-        raise InputError(f"{index}: names {missing[0]}, which is not in {model_dir}")
-    if others := sorted({path.name for path in model_dir.glob("*.safetensors")} - set(map(str, names))):
-        raise InputError(
-            f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; needed: one set"
-        )
-    return [model_dir / name for name in names]
+    there = {path.name for path in model_dir.glob("*.safetensors")}
+    if not there:
+        raise InputError(f"model.path: no *.safetensors in {model_dir}; pickled files (*.bin) are never opened")
+    if index.exists():
+        try:
+            named = set(read_object(index, ("weight_map",))["weight_map"].values())
+        except (TypeError, AttributeError) as error:
+            raise InputError(f"{index}: not a valid weight index ({error})") from None
+        if missing := named - there:
+            raise InputError(f"{index}: names {min(map(str, missing))}, which is not in {model_dir}")
+        if others := sorted(there - named):
+            raise InputError(
+                f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; needed: one set"
+            )
+    return [model_dir / name for name in sorted(there)]
 
 
 def unread_weights(model_dir: Path) -> list[str]:

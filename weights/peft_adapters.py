@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from facts.architectures import Architecture, tensor_shapes
@@ -26,7 +26,7 @@ from weights import huggingface
 Form = Literal["full", "leaf", "stack"]
 PREFIX, FILE, SETTINGS = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
-FACTOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+FACTOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight")
 STACK = re.compile(r"\.mlp\.experts(\.base_layer)?$")
 # What an adapter may also change, and here does not: key -> the values that change nothing.
 PLAIN: dict[str, tuple] = {
@@ -194,17 +194,15 @@ def _without_layer(names: list[str], arch: Architecture) -> list[str]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def _pattern(text: str) -> str:
-    """Return the pattern of a module's name; ValueError unless it is a regular expression."""
+def _pattern(text: str) -> re.Pattern:
+    """Return the pattern as PEFT compares it with a module's name; ValueError unless it is a regular expression."""
     try:
-        re.compile(PATTERN.format(text))
+        return re.compile(rf"(.*\.)?({text})$")
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"no regular expression ({error})") from None
-    return text
 
 
-PATTERN = r"(.*\.)?({})$"  # as PEFT compares one with a module's name
-Name = Annotated[str, AfterValidator(_pattern)]
+Pattern = Annotated[re.Pattern, BeforeValidator(_pattern)]
 Rank = Annotated[int, Field(ge=1, le=2**16)]
 Alpha = Annotated[float, Field(gt=0, le=2**24)]
 
@@ -217,8 +215,8 @@ class Settings(BaseModel):
     r: Rank
     lora_alpha: Alpha
     use_rslora: bool = False
-    rank_pattern: dict[Name, Rank] | None = None
-    alpha_pattern: dict[Name, Alpha] | None = None
+    rank_pattern: dict[Pattern, Rank] | None = None
+    alpha_pattern: dict[Pattern, Alpha] | None = None
     target_modules: str | list[str] | None = None
     target_parameters: list[str] | None = None
     base_model_name_or_path: str | None = None
@@ -233,7 +231,7 @@ class Settings(BaseModel):
 def read_settings(folder: Path) -> Settings:
     """Return what the adapter_config.json in ``folder`` says; InputError for what is no LoRA, or is no such value."""
     path = folder / SETTINGS
-    content = read_object(path, ("r", "lora_alpha"))
+    content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
         if content.get(key, plain[0]) not in plain:
             raise InputError(f"{path}: {key} is {content[key]!r}; needed: {plain[0]!r}")
@@ -245,54 +243,52 @@ def read(folder: Path, arch: Architecture) -> Pairs:
 
     InputError for what is no LoRA, changes more than matrices of the layers, contradicts itself, or does not fit.
     """
-    settings, expected = read_settings(folder), tensor_shapes(arch)
+    settings, path, expected = read_settings(folder), folder / FILE, tensor_shapes(arch)
     pairs: Pairs = {}
-    for module, (a, b) in _factors(folder / FILE).items():
-        try:
-            of_module = _read_pair(module, a, b, settings, arch)
-        except ValueError as error:
-            raise InputError(f"{folder / FILE}: {module}: {error}") from None
-        if twice := of_module.keys() & pairs.keys():
-            raise InputError(f"{folder / FILE}: {min(twice)} is adapted twice; needed: one pair for each matrix")
-        pairs |= of_module
-    for name, pair in pairs.items():
-        shape, needed = (len(pair.b), pair.a.shape[1]), expected.get(f"{name}.weight")
-        if shape != needed:
-            raise InputError(
-                f"{folder / FILE}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
-            )
+    for module, (a, b) in _factors(path).items():
+        for name, pair in _read_pair(f"{path}: {module}", module, a, b, settings, arch).items():
+            shape, needed = (len(pair.b), pair.a.shape[1]), expected.get(f"{name}.weight")
+            if shape != needed:
+                raise InputError(
+                    f"{path}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
+                )
+            if name in pairs:
+                raise InputError(f"{path}: {name} is adapted twice; needed: one pair for each matrix")
+            pairs[name] = pair
     if not any(pair.b.any() for pair in pairs.values()):
-        raise InputError(f"{folder / FILE}: every B is 0, or there is none; needed: an adapter that has been trained")
+        raise InputError(f"{path}: every B is 0, or there is none; needed: an adapter that has been trained")
     return pairs
 
 
-def _factors(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of every module in fp32; InputError unless each has both, of finite numbers."""
-    found: dict[str, dict[str, Tensor]] = {}
+def _factors(path: Path) -> dict[str, list[Tensor]]:
+    """Return [A, B] of every module in fp32; InputError unless each has both, of finite numbers."""
+    found: dict[str, list[Tensor]] = {}
     for name, factor in sorted(read_tensors(path).items()):
         match = FACTOR.fullmatch(name)
         if not match:
             raise InputError(f"{path}: {name} is no LoRA factor; needed: {PREFIX}MODULE.lora_A.weight or .lora_B")
         if not (factor.is_floating_point() and factor.float().isfinite().all()):
             raise InputError(f"{path}: {name}: found {factor.dtype} values that are not all finite real numbers")
-        found.setdefault(match["module"], {})[match["which"]] = factor.float()
-    for module, factors in found.items():
-        if len(factors) == 1:
-            raise InputError(f"{path}: {PREFIX}{module}.lora_{min(factors)}.weight is there without its other factor")
-    return {module: (factors["A"], factors["B"]) for module, factors in found.items()}
+        found.setdefault(match[1], []).append(factor.float())
+    if alone := [module for module, factors in found.items() if len(factors) == 1]:
+        raise InputError(f"{path}: {alone[0]}: lora_A or lora_B is there without its other factor")
+    return found
 
 
-def _read_pair(module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
-    """Return the pair of a module, or those of all experts of a layer; ValueError unless they fit the settings."""
+def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
+    """Return the pair of a module, or those of all experts of a layer. InputError unless they fit the settings.
+
+    ``where``: the file and the module, for the message.
+    """
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     copies = arch.num_experts if is_stack else 1
     if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
-        raise ValueError(f"lora_A is {tuple(a.shape)}, and lora_B {tuple(b.shape)}; needed: a pair")
+        raise InputError(f"{where}: lora_A is {tuple(a.shape)}, and lora_B {tuple(b.shape)}; needed: a pair")
     is_down = (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
     fused = "down_proj" if is_down else "gate_up_proj"
     name, rank = f"{block}.{fused}" if is_stack else module, len(a) // copies
     if rank != (needed := _of_pattern(settings.rank_pattern, name, settings.r)):
-        raise ValueError(f"its factors have the rank {rank}; {SETTINGS} says {needed}")
+        raise InputError(f"{where}: its factors have the rank {rank}; {SETTINGS} says {needed}")
     alpha = _of_pattern(settings.alpha_pattern, name, settings.lora_alpha)
     scale = alpha / (rank**0.5 if settings.use_rslora else rank)
     if not is_stack:
@@ -306,9 +302,9 @@ def _read_pair(module: str, a: Tensor, b: Tensor, settings: Settings, arch: Arch
     }
 
 
-def _of_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+def _of_pattern(patterns: dict[re.Pattern, Any] | None, module: str, default: Any) -> Any:
     """Return the value of the first pattern that a module, or its parameter weight, has; or else ``default``."""
     for pattern, value in (patterns or {}).items():
-        if any(re.match(PATTERN.format(pattern), name) for name in (module, f"{module}.weight")):
+        if pattern.match(module) or pattern.match(f"{module}.weight"):
             return value
     return default
