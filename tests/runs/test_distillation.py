@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import reference
@@ -24,7 +23,7 @@ from tiers import asked, ci
 from engines.torch_sampler import TorchSampler
 from facts.exits import InputError, Tripped
 from inputs import teacher as teachers
-from runlog import completions, run_record
+from runlog import run_record
 from weights import checkpoint
 
 OWN = ROOT / "tests" / "support" / "own.py"
@@ -108,7 +107,7 @@ def runs(models, taught, tmp_path_factory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs")
     jobs = {f"{name} {layout}": (layout, OPTIONS[name]) for name in asked(EACH) for layout in ("TP1", "TP2_EP2")}
     jobs |= {f"{name} TP2_EP2": ("TP2_EP2", IN_BF16[name]) for name in asked(map(ci, IN_BF16))}
-    jobs |= {"no teacher": ("TP1", {}), "long": ("TP1", ALONE | {"optim__prompts_per_update": 6, "train__steps": 12})}
+    jobs["no teacher"] = "TP1", {}
     return training.run_all(
         {
             label: (
@@ -130,24 +129,13 @@ def test_a_step_with_a_teacher_is_the_same_in_every_layout(option: str, runs) ->
     training.assert_same_metrics(runs[f"{option} TP2_EP2"], runs[f"{option} TP1"])
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2_EP2"])
-def test_the_kl_of_each_completion_makes_the_mean_over_the_tokens(layout: str, runs) -> None:
-    run = runs[f"{next(iter(OPTIONS))} {layout}"]
-    rows = [row for path in completions.files(run, "step").values() for row in completions.read(path)]
-    for metrics in training.metrics(run):
-        own = [row for row in rows if row["step"] == metrics["step"]]
-        total = sum(row["teacher_kl"] * row["tokens"] for row in own)
-        assert total / sum(row["tokens"] for row in own) == pytest.approx(metrics["actor/teacher_kl"], abs=1e-4)
-        assert len({row["teacher_kl"] for row in own}) > len(own) / 2
-
-
-def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_measured_only(runs) -> None:
-    rows, plain = training.metrics(runs["long"]), training.metrics(runs["no teacher"])
-    distances = [row["actor/teacher_kl"] for row in rows]
-    assert fmean(distances[-4:]) < fmean(distances[:4]) / 2
+def test_rewards_are_measured_only_and_a_step_shows_the_distance_and_the_time_of_the_teacher(runs) -> None:
+    rows, plain = training.metrics(runs["alone TP1"]), training.metrics(runs["no teacher"])
+    assert abs(rows[0]["actor/teacher_kl"]) > 1e-5 and rows[0]["actor/grad_norm"] > 0
     assert rows[0]["reward/mean"] == plain[0]["reward/mean"] > 0 and "actor/teacher_kl" not in plain[0]
-    assert "  teacher 0.0" in (runs["long"] / "log.txt").read_text()
-    timing = [json.loads(line) for line in (runs["long"] / "timing.jsonl").read_text().splitlines()]
+    lines = [(runs[name] / "log.txt").read_text() for name in ("alone TP1", "no teacher")]
+    assert ["  teacher " in line for line in lines] == [True, False]
+    timing = [json.loads(line) for line in (runs["alone TP1"] / "timing.jsonl").read_text().splitlines()]
     assert all(row["timing/teacher_s"] > 0 for row in timing)
 
 
@@ -173,7 +161,7 @@ def test_a_memory_of_experts_shared_with_the_engine_changes_no_bit(layout, model
         for found in training.raised(plant, cfg, layout):
             assert found == (InputError, "")
     shared, apart = map(training.only_run, cfgs)
-    training.assert_same_bytes(shared, apart, ("eval.jsonl", "eval_outcomes.jsonl", "moe.jsonl"))
+    training.assert_same_bytes(shared, apart, ("eval.jsonl", "eval_outcomes.jsonl", "completions.jsonl", "moe.jsonl"))
     own = {"sync/experts_wrong", "sync/checksum"}  # of shared memory alone, and a sum in another order
     for row, other in zip(training.metrics(shared), training.metrics(apart), strict=True):
         assert row.keys() - other.keys() <= own
