@@ -136,6 +136,15 @@ def test_a_text_of_stop_ends_a_turn_in_which_the_answer_follows(opened, tokenize
     assert answered(environment, [*more, END], own([*more, END]), 99).tokens[0] == ids(tokenizer, "\n")[0]
 
 
+def test_a_stop_begins_within_the_policys_turn(opened, tokenizer) -> None:
+    """The environment ends its answer with the first half of a stop, and the policy writes the second half."""
+    environment, tokens, half = opened(["1="], stop=("==",)), ids(tokenizer, "x =="), ids(tokenizer, "=")
+    given = answered(environment, tokens, own(tokens), 99).tokens
+    assert tokenizer.decode(given + half) == "1=="
+    mask = own(tokens) + [False] * len(given) + own(half)
+    assert answered(environment, [*tokens, *given, *half], mask, 99) == Reply() and len(environment.pool.asked) == 1
+
+
 def test_the_function_gets_the_row_of_the_question_and_is_asked_about_all_turns_at_once(opened, tokenizer) -> None:
     environment = opened(["12", "34"], stop=("==",))
     questions = [ROW._replace(columns={"x": n}) for n in range(3)]
