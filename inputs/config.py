@@ -364,7 +364,7 @@ def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
     before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
-    for key in defaults.keys() & (after.keys() ^ before.keys()):
+    for key in sorted(defaults.keys() & (after.keys() ^ before.keys())):
         default = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
         before.setdefault(key, default)
         after.setdefault(key, default)
