@@ -140,6 +140,7 @@ class Plan(Part):
     findings: list[Finding]
     sections: dict[str, str]  # heading of RESULTS.md -> its paragraph
     curves: dict[str, str]  # variant -> its label in the figure
+    turns: dict[str, str] = {}  # the same in the figure of an environment
     families: list[Family]
 
 

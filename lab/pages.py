@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas
 
 BEGIN, END = "<!-- report.py build writes the text below -->", "<!-- report.py build writes the text above -->"
-CURVES, RECOVERED = "figures/learning_curves.png", "figures/recovered.png"  # in the folder of the records
+CURVES, RECOVERED, TURNS = (f"figures/{name}.png" for name in ("learning_curves", "recovered", "turns"))  # in results/
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 
 
@@ -27,6 +27,7 @@ def build(results: Path, page: Path) -> None:
     (results / "figures").mkdir(exist_ok=True)
     learning_curves(plan, steps, results / CURVES)
     recovered(made, results / RECOVERED)
+    turns(plan, steps, results / TURNS)
 
 
 def stale(results: Path, page: Path) -> list[str]:
@@ -78,7 +79,8 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
-        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})",
+        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})\n"
+        f"![Accuracy and turns with a calculator](results/{TURNS})",
     ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]
@@ -245,6 +247,26 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
         axes.set_ylabel("right sampled answers to held-out questions, %")
         axes.set_ylim(0)
         _finish(axes)
+    figure.savefig(path, dpi=110)
+
+
+def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
+    """Draw the held-out accuracy and the turns per completion of the variants of `turns`, means over seeds."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(10, 3.5), layout="constrained")
+    shown = {
+        "eval/sampled_accuracy": "share of right held-out answers",
+        "environment/turns_mean": "turns of the policy per completion",
+    }
+    for axes, (metric, label) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
+        for (variant, name), color in zip(plan.turns.items(), COLORS, strict=False):
+            means = steps[steps["variant"] == variant].groupby("step")[metric].mean()
+            axes.plot(means.dropna(), color=color, label=name)
+        axes.set_xlabel("steps done")
+        axes.set_ylabel(label)
+        _finish(axes)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
