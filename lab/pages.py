@@ -27,7 +27,8 @@ def build(results: Path, page: Path) -> None:
     (results / "figures").mkdir(exist_ok=True)
     learning_curves(plan, steps, results / CURVES)
     recovered(made, results / RECOVERED)
-    turns(plan, steps, results / TURNS)
+    if plan.turns:
+        turns(plan, steps, results / TURNS)
 
 
 def stale(results: Path, page: Path) -> list[str]:
@@ -79,8 +80,8 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
-        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})\n"
-        f"![Accuracy and turns with a calculator](results/{TURNS})",
+        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})"
+        + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns),
     ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]
