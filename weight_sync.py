@@ -124,7 +124,7 @@ class Push:
         if not self._fits():
             self.stacks = {}
         self.shared_bytes = self._share_experts()
-        if not self.shared_bytes:  # what make_room has moved away
+        if not self.shared_bytes and way.shares(adapted=True):  # make_room may have moved the experts to the host
             self.model.to(self.parallel.device)
 
     def _usable_stacks(self) -> dict[str, Stack]:
