@@ -258,11 +258,10 @@ class LossConfig(Section):
         "mean of the others; zero: rewards are only measured, and loss.teacher teaches; or FILE.py:NAME, (rewards) -> "
         "advantages, both (P, G)",
     )
-    teacher: OnePath | None = knob(
+    teacher: Annotated[str, Field(min_length=1), AfterValidator(user_path), AsWritten] | None = knob(
         None,
         "run, checkpoint or PEFT folder of an adapter of the same base: on-policy distillation, which takes "
         "teacher_coef x (log-prob of the policy - that of the teacher) off the advantage of each token",
-        min_length=1,
     )
     teacher_coef: float = knob(1.0, "weight of the reverse KL to the teacher in the advantages", gt=0, le=1e6)
     kind: Literal["ppo", "gspo", "cispo", "dppo_tv"] | Function = knob(

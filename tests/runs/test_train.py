@@ -421,7 +421,7 @@ def test_a_form_of_answers_that_prompts_ask_for_and_the_reward_does_not_read_is_
     cfg = training.config(tmp_path, tmp_path, reward__method=method, data__instruction=instruction)
     wrapped = [data_gsm8k.Question(wrapper.format(n), "", "1") for n in range(3)]
     plain = [data_gsm8k.Question(text, "", "1") for text in ("2 + 2?", "What does Answer: mean?", "3?")]
-    inputs = SimpleNamespace(questions=[*wrapped, *plain[:1]], held_out={"": plain})
+    inputs = SimpleNamespace(parts=[("train", [*wrapped, *plain[:1]]), ("held out", plain)])
     found = input_check.unread_forms(cfg.reward, cfg.data.instruction, inputs)
     assert len(found) == len(warned)
     for line, (where, form, named) in zip(found, warned, strict=True):
