@@ -214,6 +214,13 @@ def show(args: argparse.Namespace) -> None:
     print(printable(text, kept="\n\t"))  # a model may write anything
 
 
+def whole_number(text: str) -> int:
+    """Return a number of 0 or more; argparse prints the reason for any other text."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: a number of 0 or more")
+    return int(text)
+
+
 @records.of_others
 def view(run: Path, args: argparse.Namespace) -> list[str]:
     """Return the lines of the view of ``run`` that the options ask for."""
@@ -297,16 +304,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     showing = verbs.add_parser("show", help="print how a run is going, and what its model writes")
     showing.add_argument("run", type=path_option, metavar="out/RUN")
-    showing.add_argument("--step", type=int, metavar="N", help="completions of step N")
+    showing.add_argument("--step", type=whole_number, metavar="N", help="completions of step N")
     showing.add_argument(
-        "--eval", type=int, nargs="?", const=look.LAST, metavar="N", help="answers after N steps, or the last ones"
+        "--eval", type=whole_number, nargs="?", const=look.LAST, metavar="N", help="answers after N steps, or the last"
     )
     showing.add_argument("--only", choices=completions.OUTCOMES, default="", help="completions with this outcome")
     showing.add_argument("--question", default="", metavar="ID", help="this question, such as test:20, in all files")
     showing.add_argument(
         "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or runs"
     )
-    showing.add_argument("--limit", type=int, default=4, metavar="N", help="most completions of a file (4)")
+    showing.add_argument("--limit", type=whole_number, default=4, metavar="N", help="most completions of a file (4)")
     showing.set_defaults(act=show)
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument(

@@ -69,11 +69,12 @@ def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
 def file_of(run: Path, kind: str, step: int) -> Path:
     """Return the file of a step or an evaluation, or of the last one for LAST. Raises InputError if it is not there."""
     found = completions.files(run, kind)
+    if not found:
+        raise InputError(f"{run}/completions: found no {kind} file; needed: a run without train.completions_logged=0")
     if step == LAST:
-        step = max(found, default=LAST)
+        step = max(found)
     if step not in found:
-        there = ", ".join(map(str, found)) or "none, as with train.completions_logged=0"
-        raise InputError(f"{run}/completions: found no {kind} {step}; choose from: {there}")
+        raise InputError(f"{run}/completions: found no {kind} {step}; choose from: {', '.join(map(str, found))}")
     return found[step]
 
 

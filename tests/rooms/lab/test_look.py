@@ -160,8 +160,13 @@ def test_two_runs_are_compared_by_their_last_evaluations(run: Path, tmp_path: Pa
 def test_an_absent_step_or_evaluation_is_one_line_with_those_that_are_there(run: Path, capsys) -> None:
     assert "found no step 9; choose from: 1, 2, 3, 4" in refused(capsys, run, "--step", 9)
     assert "found no eval 3; choose from: 0, 4" in refused(capsys, run, "--diff", 3, 4)
+    assert "nothing/completions: found no eval file" in refused(capsys, run, "--diff", run, run.parent / "nothing")
+    for option in ("--step", "--eval", "--limit"):
+        with pytest.raises(SystemExit, match="2"):
+            report.main(["show", str(run), option, "-1"])
+        assert f"{option}: found '-1'; needed: a number of 0 or more" in capsys.readouterr().err
     shutil.rmtree(run / "completions")
-    assert "choose from: none, as with train.completions_logged=0" in refused(capsys, run, "--only", "wrong")
+    assert "found no step file; needed: a run without train.completions_logged=0" in refused(capsys, run, "--only", "wrong")
     assert "step 4:" not in shown(capsys, run)
 
 
