@@ -166,7 +166,9 @@ def test_an_absent_step_or_evaluation_is_one_line_with_those_that_are_there(run:
             report.main(["show", str(run), option, "-1"])
         assert f"{option}: found '-1'; needed: a number of 0 or more" in capsys.readouterr().err
     shutil.rmtree(run / "completions")
-    assert "found no step file; needed: a run without train.completions_logged=0" in refused(capsys, run, "--only", "wrong")
+    assert "found no step file; needed: a run without train.completions_logged=0" in refused(
+        capsys, run, "--only", "wrong"
+    )
     assert "step 4:" not in shown(capsys, run)
 
 
