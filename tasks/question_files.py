@@ -21,26 +21,26 @@ from reward_gsm8k import gold_answer
 
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens and UTF-8 cannot hold them
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
-# A list, an object or bytes as JSON, Python or numpy writes them, also within quotes, and the name of an empty cell.
-WRITTEN = re.compile(
-    r"""['"]?(\w+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2|none|null|nan|<na>""", re.DOTALL | re.IGNORECASE
+# A list, an object or bytes as JSON, Python or numpy writes them, also within quotes.
+WRITTEN = re.compile(r"""['"]?([\w.]+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2""", re.DOTALL | re.IGNORECASE)
+TURN = re.compile(  # with a quotation mark, unlike "her role: user support"
+    r"""\b(role|from)(\\*['"]\s*[:=]\s*\\*['"]?|\s*[:=]\s*\\*['"])(system|developer|user|human|assistant|gpt|tool)\b"""
 )
-TURN = re.compile(r"""\b(role|from)\\*['"]?\s*[:=]\s*\\*['"]?(system|developer|user|human|assistant|gpt|tool)\b""")
 TURN_WITHIN = 80  # characters, where a text begins with a turn, however it is written
 # <image>, <|vision_start|>, <start_of_image>, <img src="...">, [IMG], [image 1], ![...](...), data:image/png;base64
 MEDIA = re.compile(
-    r"<[|/]?(\w+_)?(im(age|g|_patch)|picture|vid(eo)?|audio|speech|vision|media)s?"
-    r"(here|start|end|pad|token|placeholder)?([^a-z<>\n][^<>\n]*)?>"
-    r"|\[(\w+_)?(image|img|video|audio)s?(_\w+|[ :-]?\d+)?\]"
+    r"<[|/]?(\w+_)?(im(age|g|_patch)|picture|vid(eo)?|audio|sound|speech|vision|media)s?"
+    r"(here|start|end|pad|token|placeholder)?([^a-z\s<>][^<>\n]*|\s[^<>\n]*[\d=./:][^<>\n]*|\s*)>"  # not "<video game>"
+    r"|\[(\w+_)?(image|img|video|audio|sound)s?(_\w+|[ :-]?\d+)?\]"
     r"|!\[[^\]\n]*\]\([^)\n]+\)|\bdata:(image|video|audio)/",
     re.IGNORECASE,
 )
 # Columns beside the question without which it is another one.
 BESIDE = re.compile(
-    r"(.*_)?(image|img|picture|photo|video|audio|pixel|multi_?modal|tool)s?(_.*)?"
-    r"|(figure|file|document|doc|attachment|function)s?|speech|media|mm_data|pdf"
+    r"(.*_)?(image|img|picture|photo|video|audio|sound|pixel|multi_?modal|tool)s?\d*(_.*)?"
+    r"|(attached_|input_)?(figure|file|document|doc|attachment|function)s?(_calls?|_paths?)?|speech|media|mm_data|pdf"
 )
-EMPTY = ("", "[]", "{}", "none", "null", "nan", "<na>")
+EMPTY = ("", "[]", "{}", "()", "[none]", "[null]", '[""]', "['']", "none", "null", "nan", "<na>", "n/a")
 OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
 
 # Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
@@ -262,7 +262,8 @@ def _text(row: dict[str, Any], name: str) -> str:
 def _asked(row: dict[str, Any], name: str) -> str:
     """Return a _text that the model is asked; InputError if it is another value in writing, or stands for a medium."""
     text = _text(row, name)
-    if WRITTEN.fullmatch(text.strip()) or TURN.search(text[:TURN_WITHIN]):
+    stripped = text.strip()
+    if stripped.lower() in EMPTY or WRITTEN.fullmatch(stripped) or TURN.search(text[:TURN_WITHIN]):
         raise InputError(
             f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; needed: a text, or a "
             "list of turns that is one in the file, too"

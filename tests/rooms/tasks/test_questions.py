@@ -280,18 +280,21 @@ WRITTEN = {
     "pairs": repr([("user", "1+1?")]),
     "a list of texts": '["What is 1+1?"]',
     "bytes": repr(b"What is 1+1?"),
+    "an empty list": "[]",
+    "numpy with its package": "numpy.array(['What is 1+1?'])",
     "no cell": "nan",
     "None": "None",
 }
 MEDIA = """<image> <IMG> <img> <image_1> <|image_1|> <image~1> <|image_pad|> <|vision_start|> <start_of_image>
     <im_patch> <image_soft_token> <video> <|video_pad|> <audio> <|AUDIO|> <|audio_bos|> <speech> <ImageHere>
-    <|media_begin|> [IMG] [IMAGE] [image_1]
+    <|media_begin|> <sound> <image:~cat.png> [IMG] [IMAGE] [image_1]
     [AUDIO] <img~src="a.png"/> ![figure](a.png) data:image/png;base64,iVBOR""".split()
 TEXTS = [  # of GSM8K, of MATH, and as a problem may be written
     "[1, 2, 3]", "{1, 2} and [a, b]", "(3, 4)", "[asy]\ndraw((0,0)--(1,1));\n[/asy] What is the area?", "$[0, 1)$",
     "What is the image of f?", "Is a<b and c>d?", "If x < 3 and image > 2?", "$\\text{image}(A)$", "The <think> token?",
     "{x | x > 2}", "Nan buys 3 pens.", "n! [a] (b)", '"Who?", asked Tom.', "<b>1+1</b>",
     "A list ['a', 'b'] has how many members?", "12", "What does {'a': 1}['a'] give?", "A video costs 3 dollars.",
+    "Mary's role: assistant manager. She earns 5 an hour.", "A <video game> sells for $5.", "From: user 3 to user 5.",
 ]  # fmt: skip
 
 
@@ -358,8 +361,24 @@ FULL = {
     "tools": [{"name": "calculator"}], "tools_json": "[{}, 1]", "files": ["a.csv"], "file": "a.csv",
     "multi_modal_data": {"image": ["a"]}, "documents": ["d"],
     "has_image": True, "pixel_values": [[1]], "functions": [{"name": "f"}], "attachments": ["a"], "image-path": "a.png",
+    "image1": "a.png", "sound": "a.wav", "function_call": {"name": "f"}, "attached_files": ["a.csv"],
 }  # fmt: skip
-UNFILLED = [None, "", [], {}, "[]", "null", [None], {"bytes": None, "path": ""}, False, 0, float("nan"), "None", [""]]
+UNFILLED = [
+    None,
+    "",
+    [],
+    {},
+    "[]",
+    "null",
+    [None],
+    {"bytes": None, "path": ""},
+    False,
+    0,
+    float("nan"),
+    "None",
+    [""],
+    "[null]",
+]
 
 
 @pytest.mark.parametrize("column", FULL)
