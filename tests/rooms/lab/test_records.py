@@ -398,12 +398,9 @@ def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path
 def test_what_the_readmes_say_follows_from_the_records() -> None:
     """The numbers of the READMEs outside of the generated parts, which report.py --check compares in .ci/run."""
     steps = records.load(ROOT / "results")
-    ends = {name: comparisons.gain(steps, name) for name in ("headline", "control", "routed")}
-    shown = [
-        f"{100 * share:.1f}"
-        for name, places in (("headline", (0, 1)), ("control", (1,)), ("routed", (0, 1)))
-        for share in (ends[name][place] for place in places)
-    ]
+    named = {"headline": (0, 1), "control": (1,), "routed": (0, 1), "tools": (0, 1), "tools_without": (1,)}
+    ends = {name: comparisons.gain(steps, name) for name in named}
+    shown = [f"{100 * ends[name][place]:.1f}" for name, places in named.items() for place in places]
     for page in ("README.md", "README.zh.md"):
         text = (ROOT / page).read_text()
         block = next(block for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) if "accuracy" in block)
@@ -422,7 +419,7 @@ def test_every_metric_of_a_run_is_in_the_glossary() -> None:
         for name in re.findall(r"`([^`]+)`", cell):
             section = name.split("/")[0] or section
             explained.add(f"{section}/{name.split('/')[1]}")
-    sections = "reward|response_length|actor|rollout|aqn|replay|moe|sync|timing|perf|eval"
+    sections = "reward|response_length|environment|actor|rollout|aqn|replay|moe|sync|timing|perf|eval"
     logged = set()
     for path in FILES.values():
         logged |= set(re.findall(rf'"((?:{sections})/[a-z_]+)"(?: ?:|\] = )', path.read_text()))
