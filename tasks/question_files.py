@@ -23,8 +23,8 @@ UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens an
 NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
 # A list, an object or bytes as JSON, Python or numpy writes them, also within quotes.
 WRITTEN = re.compile(r"""['"]?([\w.]+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2""", re.DOTALL | re.IGNORECASE)
-TURN = re.compile(  # with a quotation mark, unlike "her role: user support"
-    r"""\b(role|from)(\\*['"]\s*[:=]\s*\\*['"]?|\s*[:=]\s*\\*['"])(system|developer|user|human|assistant|gpt|tool)\b"""
+TURN = re.compile(  # nothing but the role, unlike "her role: user support"
+    r"""\b(role|from)\\*['"]?\s*[:=]\s*\\*['"]?(system|developer|user|human|assistant|gpt|tool)(\\*['"]|\s*([\n,;})\]]|$))"""
 )
 TURN_WITHIN = 80  # characters, where a text begins with a turn, however it is written
 # <image>, <|vision_start|>, <start_of_image>, <img src="...">, [IMG], [image 1], ![...](...), data:image/png;base64

@@ -280,6 +280,8 @@ WRITTEN = {
     "pairs": repr([("user", "1+1?")]),
     "a list of texts": '["What is 1+1?"]',
     "bytes": repr(b"What is 1+1?"),
+    "YAML": "- role: user\n  content: What is 1+1?",
+    "YAML on a line": "{role: user, content: What is 1+1?}",
     "an empty list": "[]",
     "numpy with its package": "numpy.array(['What is 1+1?'])",
     "no cell": "nan",
