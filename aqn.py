@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise (AQN, arXiv 2510.11696) on the RMSNorm weights of the sampler's copy.
+"""Adds adaptive quantisation noise (AQN, arXiv 2510.11696) to the RMSNorm weights of the sampler's copy.
 
     norms = norm_targets(arch, ["attention", "experts"])                which norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise

@@ -1,4 +1,4 @@
-"""Questions and their prompts: those of files, or generated arithmetic in the form of GSM8K.
+"""Chooses the questions of a step and writes their prompts, from files or from generated arithmetic in GSM8K's form.
 
 tasks/question_files.py reads the files, tasks/arithmetic.py generates. Which questions a step asks depends on (seed,
 step) alone.

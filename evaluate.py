@@ -1,4 +1,4 @@
-"""Accuracy on held-out questions, from clean weights, with the engine and the reward of the training.
+"""Measures accuracy on held-out questions, with clean weights and with the engine and reward of the training.
 
 Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
 

@@ -1,4 +1,4 @@
-"""Writes a run's adapters for other programs: a merged Hugging Face model, or a PEFT adapter.
+"""Writes a run's adapters for other programs, as a merged Hugging Face model or as a PEFT adapter.
 
     python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
     python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter

@@ -1,4 +1,6 @@
-"""Steps 3 and 4 as plain tensor functions: advantages, KL estimates, policy losses, aggregation. Needs only torch.
+"""Steps 3 and 4 as plain tensor functions: advantages, KL estimates, policy losses, and their aggregation.
+
+This file needs only torch.
 
 Shapes: P prompts, G completions a prompt, B rows, T tokens of a padded row. A log-probability belongs to the token at
 the same position; mask is non-zero on completion tokens. Values outside the mask, even NaN, change neither a result nor

@@ -1,4 +1,4 @@
-"""Does a run fit, and how long will a step take? The answer takes seconds and needs no devices, weights or data.
+"""Says whether a run fits and how long a step takes. The answer takes seconds and needs no devices, weights or data.
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --values                                       every value that a run would read

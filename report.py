@@ -1,4 +1,4 @@
-"""Keeps and compares the records of runs, and writes the pages that follow from them.
+"""Stores and compares the records of runs, and writes the pages that are generated from them.
 
     python report.py add out/RUN ... [--id NAME]    store finished runs as results/NAME.parquet, which must be new
     python report.py build                          write RESULTS.md, two pages beside it, figures, README's tree

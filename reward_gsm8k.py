@@ -1,4 +1,4 @@
-"""The score of a completion of GSM8K: strings in, a float out. A model's text is searched, never evaluated.
+"""Scores a completion of GSM8K: strings in, a float out. A model's text is searched, never evaluated.
 
 The method strict reads GSM8K's own form, the number after the last '####'. The other six compute what other projects
 compute, their faults included, so that numbers can be compared: verl_strict and verl_flexible (verl's gsm8k score),

@@ -1,4 +1,4 @@
-"""Train each variant with each seed, in parallel on Ray or on this machine.
+"""Trains each variant with each seed, in parallel, on Ray or on this machine.
 
     python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     on Ray: a local one, or --address of a cluster
     python sweep.py configs/sweeps/stale.yaml --local                     without Ray, as many jobs at once as have CPUs

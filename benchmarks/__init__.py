@@ -1,1 +1,1 @@
-"""Speed and memory beside other programs. Nothing imports it."""
+"""Compares speed and memory with other programs. Nothing imports this room."""

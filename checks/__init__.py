@@ -1,1 +1,2 @@
-"""Tries the code on this machine and adapters in programs; plants faults. Only preflight.py and sweep.py import it."""
+"""Tests the code on this machine, tests adapters in other programs, and plants faults. Only preflight.py and sweep.py
+import it."""

@@ -1,1 +1,1 @@
-"""What samples (the embedded sampler, vLLM), and the test of whether it has the policy."""
+"""The engines that sample (the embedded sampler and vLLM), and the test that an engine has the trainer's policy."""

@@ -1,1 +1,1 @@
-"""Tables that every room reads: models, engines, devices, exit codes, seeds. Imports no room and no torch."""
+"""Tables that every room reads: models, engines, devices, exit codes, seeds. Imports no other room and no torch."""

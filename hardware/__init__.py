@@ -1,1 +1,1 @@
-"""Devices, kernels, quantisation: only here are torch.cuda, torch.npu, torch_npu and MindSpeed called."""
+"""Devices, kernels, quantisation. Only this room calls torch.cuda, torch.npu, torch_npu and MindSpeed."""

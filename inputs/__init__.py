@@ -1,1 +1,1 @@
-"""Reads what a user gives and refuses it in one line. Opens no model and starts nothing."""
+"""Reads the user's input and refuses bad input in one line. Opens no model and starts nothing."""

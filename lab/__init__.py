@@ -1,1 +1,1 @@
-"""What is known after a run: records, comparisons, curves. Needs no torch."""
+"""Reads what runs have written: records, comparisons, curves, completions. Needs no torch."""

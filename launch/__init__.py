@@ -1,1 +1,1 @@
-"""What the shell scripts share."""
+"""The parts that the shell scripts share."""

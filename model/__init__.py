@@ -1,1 +1,1 @@
-"""The model in Megatron, and the rows that go through it."""
+"""The model, built with Megatron, and the rows of tokens that go through it."""

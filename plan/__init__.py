@@ -1,1 +1,4 @@
-"""Memory, seconds and layouts from the configuration alone, and what this machine lacks (doctor). Needs no torch."""
+"""Plans memory, time and layouts from the configuration alone, and says what a machine lacks (the doctor).
+
+Needs no torch.
+"""

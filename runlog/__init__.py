@@ -1,1 +1,1 @@
-"""What a run writes into its folder, and how far a process is: signals, times, the end of a rank that stalls."""
+"""Writes a run's folder and watches its processes: signals, times, the end of a rank that stalls."""

@@ -1,1 +1,1 @@
-"""Questions, scores of answers, and the environment of several turns, beside data_gsm8k.py and reward_gsm8k.py."""
+"""Questions, scores of answers, and environments of several turns, in addition to data_gsm8k.py and reward_gsm8k.py."""

@@ -1,1 +1,1 @@
-"""Weights under their Hugging Face names: read, exported, saved, made; and the policy, which is base and adapters."""
+"""Reads, creates, saves and exports weights by their Hugging Face names, and defines the policy: base and adapters."""
