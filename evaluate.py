@@ -1,4 +1,4 @@
-"""Measures accuracy on held-out questions, with clean weights and with the engine and reward of the training.
+"""Measures accuracy on held-out questions, with the engine and reward of the training, without noise on the weights.
 
 Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
 
