@@ -80,7 +80,7 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
-        f"![Learning curves](results/{CURVES})\n![Shares of losses that come back](results/{RECOVERED})"
+        f"![Learning curves](results/{CURVES})\n![Shares of losses that corrections recover](results/{RECOVERED})"
         + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns),
     ]
     for section, text in plan.sections.items():
@@ -136,7 +136,7 @@ def comparison_row(one: Comparison) -> dict[str, str]:
         "seeds": str(one.effect.seeds),
         "points (95 % interval)": str(one.effect),
         "outcome": f"{one.said}, as predicted" if one.entry.predicted else one.said,
-        "of the loss given back": _share(one),
+        "share of the loss recovered": _share(one),
     }
 
 
@@ -245,7 +245,7 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
             )  # fmt: skip
         axes.set_xlim(0, 1.45 * length)
         axes.set_xlabel("steps done")
-        axes.set_ylabel("right sampled answers to held-out questions, %")
+        axes.set_ylabel("held-out accuracy, sampled answers, %")
         axes.set_ylim(0)
         _finish(axes)
     figure.savefig(path, dpi=110)
@@ -257,7 +257,7 @@ def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
 
     figure = matplotlib.figure.Figure(figsize=(10, 3.5), layout="constrained")
     shown = {
-        "eval/sampled_accuracy": "share of right held-out answers",
+        "eval/sampled_accuracy": "held-out accuracy, sampled answers",
         "environment/turns_mean": "turns of the policy per completion",
     }
     for axes, (metric, label) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
@@ -285,8 +285,8 @@ def recovered(made: list[Comparison], path: Path) -> None:
         axes.plot([share], [title], color=color, marker="o", ms=5)
     for x in (0, 100):
         axes.axvline(x, color="black", lw=0.8)
-    axes.set_title("Blue: it helps. Grey: no effect was shown. Orange: it harms.", loc="left", fontsize=9)
-    axes.set_xlabel("share of the loss that is given back, %; 95 % interval")
+    axes.set_title("Blue: it helps. Grey: no effect was found. Orange: it does harm.", loc="left", fontsize=9)
+    axes.set_xlabel("share of the loss that is recovered, %, with its 95 % interval")
     _finish(axes)
     figure.savefig(path, dpi=110)
 
