@@ -117,7 +117,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
         if found[0].share:
             points += f"; {_share(found[0])} of the loss"
-    return {"asked": finding.asked, "answer": finding.answer, "points (95 % interval)": points, "seeds": seeds}
+    return {"question": finding.asked, "answer": finding.answer, "points (95 % interval)": points, "seeds": seeds}
 
 
 def other_row(entry: Entry, found: str, points: str = "") -> dict[str, str]:
