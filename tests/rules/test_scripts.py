@@ -1,4 +1,4 @@
-"""The shell scripts, the environment that they set, and requirements/."""
+"""Tests of the shell scripts, of the environment that they set, and of requirements/."""
 
 import json
 import os
