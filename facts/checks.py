@@ -43,7 +43,7 @@ CHECKS = {
     "or checks.logp_gap_bf16 in bf16. With noise, those of a probe are compared. A gap far above the run's own first "
     "steps only warns.",
     "reference_kl": "Before the first update of a start or resume, the log-probs of the reference are not those of the "
-    "policy without its LoRA update. This policy has the adapters that a new run has just made, or B set to 0 for one "
+    "policy without its LoRA update. In a new run, this is the policy with the new adapters. Otherwise B is 0 for one "
     "forward pass. For adapters merged in bf16, if the experts are quantised or in vLLM's memory, a difference of up "
     f"to {KERNEL_GAP:g} nats per token is allowed.",
     "adapters": "After an update, the sampler still receives the old tensors. Or the merged experts that trainer and "
