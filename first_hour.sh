@@ -1,55 +1,57 @@
 #!/usr/bin/env bash
-# The first hour on a new machine: nine stages, from the doctor to three steps of the real run, and one report. Each stage
-# says what it proves and, if it fails, what to do. --help prints the stages.
+# Checks a new machine in about an hour: nine stages, from the doctor to three steps of the real run, and one report. Each stage
+# says what it shows and, if it fails, what to do. --help prints the stages.
 #
 #   bash first_hour.sh CONFIG [--report FILE] [section.key=value ...]       e.g.  bash first_hour.sh configs/qwen3.yaml
 #   RANKS=8 bash first_hour.sh configs/qwen3.yaml parallel.expert=8         on 8 dies of the server
 #   PYTHON=.venv/bin/python bash first_hour.sh configs/tiny_cpu.yaml        on a laptop, with run_cpu.sh's environment
 #
-# The same command continues: a stage that has passed is not repeated unless arguments, configuration, code, packages or
-# variables have changed. Logs, results and report.json (or FILE) are in train.out_dir, first_hour-<name of the configuration>;
-# remove that folder to start from the beginning. Paths are relative to the repository's folder. One machine only, with Linux.
-# Exit code: 0 all passed, 1 a stage failed, 2 unusable input. Run on a CPU; not run on an NPU yet.
+# To continue, start the same command again: it repeats a stage that has passed only if arguments, configuration, code, packages or
+# variables have changed. Logs, results and report.json (or FILE) are in train.out_dir, first_hour-<name of the configuration>.
+# Remove this folder to start from the beginning. Paths are relative to the repository's folder. It checks one machine, with Linux.
+# The exit code is 0 if all stages passed, 1 if a stage failed, and 2 if the input cannot be used. It has run on a CPU, not on an
+# NPU yet.
 
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-RANKS=${RANKS:-}                        # processes; "": all devices of this machine, or on a CPU the smallest number that the layout allows
-MINUTES=${MINUTES:-}                    # time limit of every stage; "": those that --help prints
-GIB=${GIB:-}                            # memory of a device for the plan; "": the plan's own figure
-PYTHON=${PYTHON:-python3}               # with requirements/npu.txt and MindSpeed (docs/npu.md)
+RANKS=${RANKS:-}                        # number of processes; "": all devices of this machine, or on a CPU the smallest number that the layout allows
+MINUTES=${MINUTES:-}                    # time limit of every stage; "": the limits that --help prints
+GIB=${GIB:-}                            # memory of a device for the plan; "": the plan's default
+PYTHON=${PYTHON:-python3}               # has requirements/npu.txt and MindSpeed (docs/npu.md)
 # ---------------------------------------------------------------------------------------------------------------------
 
-# A stage: its name, limit in minutes, earlier stages that it needs, what it proves, what to do when it fails, its command.
+# Runs all stages. A stage has a name, a limit in minutes, the earlier stages that it needs, what it shows, what to do if it fails,
+# and a command.
 stages() {
-    stage doctor 5 "" "Versions, devices, ports, limits, variables and disk are what the run needs." \
-        "Each line that begins with fail ends with what to do (docs/npu.md has a table of errors)." \
+    stage doctor 5 "" "Versions, devices, ports, limits, variables and disk suit the run." \
+        "Follow the end of each line that begins with fail (docs/npu.md has a table of errors)." \
         "$PYTHON" preflight.py --doctor "${run[@]}" --ranks "$ranks"
     stage plan 1 "" "The layout is possible on these ranks, and the run fits into the memory of a device." \
-        "The log lists the nearest layouts that fit: take one of them, or another number of RANKS." \
+        "Use one of the nearest layouts that fit, which the log lists, or another number of RANKS." \
         "$PYTHON" preflight.py "${run[@]}" --ranks "$ranks" --ranks-per-node "$ranks" ${GIB:+--device-gib "$GIB"}
     stage groups 15 "plan" "All ranks meet, and every collective over every process group gives the right answer." \
-        "Time-out: HCCL's ports, HCCL_CONNECT_TIMEOUT, or a rank that died. Wrong answer: versions of driver and CANN." \
+        "After a time-out, check HCCL's ports, HCCL_CONNECT_TIMEOUT, and whether a rank died. After a wrong answer, check the versions of driver and CANN." \
         "${all_ranks[@]}" preflight.py --groups "${run[@]}"
-    stage operators 30 "plan" "Every operator at the model's sizes equals its formula in fp64 up to rounding." \
-        "Wrong on one rank: its device. Wrong on all: versions (the doctor), or its call in hardware/kernels.py." \
+    stage operators 30 "plan" "At the model's sizes, every operator equals its formula in fp64 up to rounding." \
+        "If one rank is wrong, check its device. If all are wrong, check the versions (doctor) and the call in hardware/kernels.py." \
         "${all_ranks[@]}" preflight.py --operators "${run[@]}"
-    stage layers 30 "groups" "Trainer and engine have the same log-probs on two layers after every adapter has changed." \
-        "Try rollout.expert_parallel=false, rollout.enforce_eager=true or rollout.engine=torch: which one helps?" \
+    stage layers 30 "groups" "Trainer and engine have the same log-probs on two layers, after every adapter has changed." \
+        "Find out which of these helps: rollout.expert_parallel=false, rollout.enforce_eager=true, rollout.engine=torch." \
         "${all_ranks[@]}" preflight.py --layers "${run[@]}" --folder "$folder/layers"
-    stage self-test 15 "groups" "Tiny models in every layout of $tested ranks have the gradients and steps of transformers and torch." \
-        "Each FAILED line names a test and a layout; docs/checks.md says how to see more." \
+    stage self-test 15 "groups" "In every layout of $tested ranks, tiny models have the gradients and steps of transformers and torch." \
+        "Read the FAILED lines: each names a test and a layout. docs/checks.md says how to see more." \
         "${torchrun[@]}" --nproc_per_node="$tested" preflight.py --self-test "${run[@]}"
-    # shellcheck disable=SC2016  # the inner bash expands them
-    stage learning 30 "self-test" "One rank trains the tiny model of configs/tiny_cpu.yaml, which must answer 60 % or more." \
-        "The log has the accuracies. All stages before passed: compare metrics.jsonl with that of a CPU (run_cpu.sh)." \
+    # shellcheck disable=SC2016  # the inner bash expands these variables
+    stage learning 30 "self-test" "One rank trains the tiny model of configs/tiny_cpu.yaml to at least 60 % right answers." \
+        "Read the accuracies in the log. If all earlier stages passed, compare metrics.jsonl with that of a CPU (run_cpu.sh)." \
         bash -c '"$0" train_grpo.py configs/tiny_cpu.yaml "$@" | tee /dev/stderr | grep -E "accuracy .* -> ([6-9].|100)\."' \
         "$PYTHON" device="$device" parallel.expert=1 train.out_dir="$folder/learning"
-    stage steps 90 "groups layers" "Three steps of the real run work, with an evaluation before and after them." \
-        "The line is the run's own error. Out of memory: a smaller rollout.kv_cache_mib or optim.tokens_per_micro_batch." \
+    stage steps 90 "groups layers" "Three steps of the real run work, with an evaluation before and after." \
+        "Follow the run's own error. If memory ran out, reduce rollout.kv_cache_mib or optim.tokens_per_micro_batch." \
         "${all_ranks[@]}" train_grpo.py "${steps[@]}" train.out_dir="$folder/steps"
-    stage graphs 90 "steps" "The same steps work with graphs in the engine, if it has any. The run does not need this stage." \
-        "Keep rollout.enforce_eager: true. Nothing else is wrong." \
+    stage graphs 90 "steps" "The same steps work with graphs, if the engine has any. The run does not need this stage." \
+        "Keep rollout.enforce_eager: true. Everything else works." \
         "${all_ranks[@]}" train_grpo.py "${steps[@]}" train.out_dir="$folder/graphs" rollout.enforce_eager=false
 }
 
@@ -63,19 +65,19 @@ stage() {
     for needed in $needs; do
         [[ $passed == *" $needed "* ]] || why="needs $needed, which has not passed"
     done
-    [ "$name $graphs" != "graphs no" ] || why="nothing to try: the engine has no graphs, or the steps had them"
+    [ "$name $graphs" != "graphs no" ] || why="nothing to try: the engine has no graphs, or the steps already used them"
     if [ -n "$why" ]; then
         status=skipped
     elif [ "$state" = "$(cat "$folder/$name.passed" 2>/dev/null)" ]; then
-        why="kept from an earlier start"
+        why="passed in an earlier start"
     else
         rm -rf "${folder:?}/$name" "$folder/$name.passed"
-        # timeout ends all processes of the stage, and setpriv the stage if this script is killed. A trap interrupts `wait`.
+        # timeout ends all processes of the stage, and setpriv ends the stage if this script is killed. A trap interrupts `wait`.
         setpriv --pdeathsig TERM timeout --kill-after=45 "${minutes}m" "$@" >"$log" 2>&1 &
         if wait $!; then
             echo "$state" >"$folder/$name.passed"
         elif [[ $? =~ ^(124|137)$ ]]; then
-            status=fail why="ended after $minutes minutes, its limit; in its log: $(tail -n 1 "$log")"
+            status=fail why="ended after its limit of $minutes minutes; the last line of its log: $(tail -n 1 "$log")"
         else
             status=fail why=$(grep -m 1 -A 3 -E "$ERROR" "$log" || tail -n 1 "$log")
         fi
@@ -102,11 +104,11 @@ while [ $# -gt 0 ]; do
         --help | -h) explain=yes ;;
         --report)
             report=${2:-}
-            [ -n "$report" ] || refuse "--report: FILE is missing"
+            [ -n "$report" ] || refuse "--report: no file name; give one: --report FILE"
             shift
             ;;
         *=*) overrides+=("$1") ;;
-        -*) refuse "$1: expected CONFIG, section.key=value, --report FILE or --help" ;;
+        -*) refuse "$1: unknown option; give CONFIG, section.key=value, --report FILE or --help" ;;
         *) config=$1 ;;
     esac
     shift
@@ -119,15 +121,15 @@ if [ "$explain" = yes ]; then
     exit
 fi
 
-[ -n "$config" ] || refuse "CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml"
-[[ $RANKS =~ ^[0-9]*$ ]] || refuse "RANKS: found '$RANKS'; needed: a whole number"
-[[ $MINUTES =~ ^([0-9]+(\.[0-9]+)?)?$ ]] || refuse "MINUTES: found '$MINUTES'; needed: a number"
+[ -n "$config" ] || refuse "CONFIG: missing; give a YAML file, e.g. configs/qwen3.yaml"
+[[ $RANKS =~ ^[0-9]*$ ]] || refuse "RANKS: '$RANKS' is no whole number; give one, e.g. RANKS=8"
+[[ $MINUTES =~ ^([0-9]+(\.[0-9]+)?)?$ ]] || refuse "MINUTES: '$MINUTES' is no number; give one, e.g. MINUTES=30"
 "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null ||
-    refuse "PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)"
+    refuse "PYTHON: $PYTHON lacks the packages of requirements/; choose a Python that has them (docs/npu.md)"
 run=("$config" "${overrides[@]}")
-# A value of eval.num_questions on the command line counts, because it comes later.
+# A value of eval.num_questions on the command line wins, because it comes later.
 steps=("$config" eval.num_questions=32 "${overrides[@]}" train.steps=3 eval.every=0 train.resume=never train.checkpoint_every=3)
-where=$("$PYTHON" preflight.py --where "${steps[@]}" ${RANKS:+--ranks "$RANKS"}) || exit 2   # it has said why
+where=$("$PYTHON" preflight.py --where "${steps[@]}" ${RANKS:+--ranks "$RANKS"}) || exit 2   # it has printed the reason
 IFS=$'\t' read -r device ranks graphs name out <<<"$where"
 case $device in
     npu) source launch/npu_env.sh ;;
@@ -140,16 +142,16 @@ if [ "$device" != cpu ] && [ -z "$RANKS" ] && [ -n "$visible" ]; then
 fi
 folder=$out/first_hour-$name
 report=${report:-$folder/report.json}
-mkdir -p "$folder" 2>/dev/null || refuse "train.out_dir: $folder cannot be made; needed: another folder"
-[ ! -s "$report" ] || grep -q '"stages"' "$report" || refuse "--report: $report is another file; needed: a new name"
-{ : >>"$report"; } 2>/dev/null || refuse "--report: $report cannot be written; needed: another name"
-exec 9>"$folder/lock"   # a stage keeps the lock as long as it lives
-flock --wait 60 9 || refuse "$folder: another first hour is at work there; end it first"
+mkdir -p "$folder" 2>/dev/null || refuse "train.out_dir: $folder cannot be made; choose another folder"
+[ ! -s "$report" ] || grep -q '"stages"' "$report" || refuse "--report: $report is another file; choose a new name"
+{ : >>"$report"; } 2>/dev/null || refuse "--report: $report cannot be written; choose another name"
+exec 9>"$folder/lock"   # a stage keeps the lock as long as it runs
+flock --wait 60 9 || refuse "$folder: another first_hour.sh uses this folder; end it first"
 
-# launch/first_code.py is torchrun that ends without a traceback. Without localhost, a host name that cannot be resolved hangs the start.
+# launch/first_code.py is torchrun that ends without a traceback. Without localhost, it hangs if the host name cannot be resolved.
 torchrun=("$PYTHON" launch/first_code.py --standalone --local-addr=localhost)
 all_ranks=("${torchrun[@]}" --nproc_per_node="$ranks")
-tested=1   # the self-test has layouts of 1, 2, 4, 8 and 16 ranks
+tested=1   # the self-test has layouts for 1, 2, 4, 8 and 16 ranks
 while [ "$tested" -lt 16 ] && [ $((2 * tested)) -le "$ranks" ]; do tested=$((2 * tested)); done
 state=$({
     printf '%s\n' "${run[@]}" "$ranks" "$GIB"
@@ -159,16 +161,16 @@ state=$({
 
 echo "$config: $ranks ranks on $device; logs and results: $folder"
 passed=" " failed="" results=()
-trap 'trap "" INT TERM HUP; kill $(jobs -p) 2>/dev/null; wait; echo "interrupted: the same command continues" >&2; exit 130' INT TERM HUP
+trap 'trap "" INT TERM HUP; kill $(jobs -p) 2>/dev/null; wait; echo "interrupted; to continue, start the same command again" >&2; exit 130' INT TERM HUP
 stages
 if [[ $passed == *" graphs "* ]]; then
-    seconds() {   # the step that the plan expects with this override
+    seconds() {   # prints the seconds per step that the plan expects with this override
         "$PYTHON" preflight.py "${run[@]}" "$1" --ranks "$ranks" --ranks-per-node "$ranks" ${GIB:+--device-gib "$GIB"} |
             sed -n 's/^estimated step: .*expected \([0-9.,]* s\).*/\1/p'
     }
     word=rollout.enforce_eager=false
-    echo "graphs work here: add one word to the run script, e.g. bash run_16npu.sh $word"
-    echo "    by the plan a step then takes $(seconds $word) instead of $(seconds rollout.enforce_eager=true)"
+    echo "graphs work here: add one argument to the run script, e.g. bash run_16npu.sh $word"
+    echo "    by the plan, a step then takes $(seconds $word) instead of $(seconds rollout.enforce_eager=true)"
 fi
 "$PYTHON" - "$config" "$ranks" "$device" "$folder" "${results[@]}" >"$report" <<'END'
 import json

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with LoRA on a tiny Mixture-of-Experts model, on the CPU of this machine. Prints the accuracy before and after.
+# Trains a tiny mixture-of-experts model with GRPO and LoRA on the CPU of this machine, and prints the accuracy before and after.
 #
 #   bash run_cpu.sh [--vllm] [section.key=value ...]       e.g.  NPROC=1 bash run_cpu.sh train.seed=2 rollout.group_size=16
 

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Runs the tests. The first call makes the environment: requirements/cpu.txt, test.txt, cpu-vllm.txt and smol.txt. In
-# folders of their own, the first one with --ci or --all adds trackers.txt, and with --all serve.txt, a newer Megatron
-# and torch_npu.
+# Runs the tests. The first call makes the environment with requirements/cpu.txt, test.txt, cpu-vllm.txt and smol.txt. The first
+# call with --ci or --all installs trackers.txt into a separate folder. The first call with --all installs serve.txt, a newer
+# Megatron and torch_npu into three more.
 #
 #   bash run_tests.sh [--ci | --all] [pytest arguments]  e.g.  bash run_tests.sh -m "not slow" tests/rooms/method/test_grpo.py
 #
-# There is a case of every property. --ci adds what each push runs: more layouts, torchrun, stand-ins for an NPU, real
-# packages. --all adds what is for a night: 16 ranks, all pairs of options, all planted faults for all checks.
-# Two processes share the test files. The files that import vLLM run in the same process. With -n 0, one process runs all;
-# pytest's options --pdb and -s need that.
+# Without an option, one case of every property runs. --ci adds the tests of each push: more layouts, torchrun, fakes of an NPU,
+# and real packages. --all adds the tests for a night: 16 ranks, all pairs of options, and all planted faults for all checks.
+# Two processes share the test files; all files that import vLLM run in the same process. With -n 0, one process runs
+# everything; pytest's options --pdb and -s need this.
 
 set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
-PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; used to make the environment
+PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
 VENV=${VENV:-.venv}                        # folder of the environment, 2.4 GB
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
-NEW_MEGATRON_DIR=${NEW_MEGATRON_DIR:-.cache/megatron-core-0.19.2} # newest Megatron, for the parity tests, 21 MB
+NEW_MEGATRON_DIR=${NEW_MEGATRON_DIR:-.cache/megatron-core-0.19.2} # the newest Megatron, for the parity tests, 21 MB
 TRACKERS_DIR=${TRACKERS_DIR:-.cache/trackers} # the packages of train.trackers, 160 MB
-SERVE_DIR=${SERVE_DIR:-.cache/serve}          # the packages of a server of vLLM, 4 MB
+SERVE_DIR=${SERVE_DIR:-.cache/serve}          # the packages of a vLLM server, 4 MB
 TORCH_NPU_DIR=${TORCH_NPU_DIR-.cache/torch_npu-2.13.0} # torch_npu that fits the torch of cpu.txt; empty: none
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -32,12 +32,12 @@ fi
 export NEW_MEGATRON_DIR               # the parity tests import it instead of the installed version
 export TRACKERS_DIR                   # the trackers of tests/rooms/runlog/test_trackers.py have it on their path
 export SERVE_DIR                      # the server of tests/machines/test_programs.py has it on its path
-export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a process of its own
+export TORCH_NPU_DIR                  # the npu_schema tests import it, each in a separate process
 
 set_variables
 set_up cpu test vllm smol
 
-# pip installs into another folder, which is renamed when it is complete.
+# Installs with pip into another folder, and renames it when it is complete.
 install_aside() {  # $1: folder; the rest: options of pip, and the package
     if [ -d "$1" ]; then return; fi
     local unfinished=$1.$$
@@ -54,11 +54,11 @@ fi
 if [[ " $* " = *" --all "* ]]; then
     install_aside "$SERVE_DIR" --requirement requirements/serve.txt
 
-    # The wheel is tagged for Python 3.12, but all files of it that the tests import are plain Python, which 3.11 runs, too. It
-    # imports triton, a download of 198 MB for kernels that no CPU runs; hardware/device.py says what takes its place.
+    # The wheel is tagged for Python 3.12, but the tests import only plain Python files of it, which 3.11 runs as well. Megatron
+    # imports triton, a download of 198 MB for kernels that no CPU runs; hardware/device.py says what replaces it.
     install_aside "$NEW_MEGATRON_DIR" --ignore-requires-python --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
 
-    # Only these machines have wheels of torch_npu, 44 MB to download and 126 MB on disk. Elsewhere the tests are skipped.
+    # Only these machines have wheels of torch_npu (44 MB to download, 126 MB on disk). On others, the tests are skipped.
     case "$(uname -s) $(uname -m)" in
         "Linux x86_64" | "Linux aarch64")
             if [ -n "$TORCH_NPU_DIR" ]; then install_aside "$TORCH_NPU_DIR" --only-binary=:all: torch-npu==2.13.0; fi ;;

@@ -1,4 +1,4 @@
-"""Makes the random models of docs/adapters.md, each with an adapter of its attention that PEFT has saved.
+"""Make the random models of docs/adapters.md, each with an adapter for its attention that PEFT has saved.
 
 python examples/adapter_bases.py DIR        needs transformers 5 and peft; writes DIR/KIND/base and DIR/KIND/adapter
 """
@@ -19,7 +19,7 @@ SIZES = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
-    "initializer_range": 0.1,  # so large that attention matters
+    "initializer_range": 0.1,  # large enough that attention matters
 }
 WIDTHS = {"intermediate_size": 192, "moe_intermediate_size": 64}  # of a dense layer, and of an expert
 KINDS = {
@@ -31,13 +31,13 @@ KINDS = {
 
 
 def make(folder: Path, kinds: dict[str, PreTrainedConfig]) -> None:
-    """Write the models and adapters; their weights depend on nothing but the packages' versions."""
+    """Write the models and adapters. Their weights depend only on the versions of the packages."""
     for kind, config in kinds.items():
         torch.manual_seed(0)
         base = folder.resolve() / kind / "base"
         AutoModelForCausalLM.from_config(config).save_pretrained(base)
         settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)  # which notes the base's folder
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)  # it stores the base's folder
         adapted.save_pretrained(folder / kind / "adapter")
 
 

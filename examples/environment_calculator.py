@@ -1,4 +1,4 @@
-"""The calculator of GSM8K's annotations, as an environment: the policy writes `<<48/2=`, and `24>>` follows.
+"""An example of an environment: the calculator of GSM8K's annotations. If the policy writes `<<48/2=`, it adds `24>>`.
 
 rollout: {environment: examples/environment_calculator.py:calculator, stop: ["="]}
 """
@@ -10,13 +10,13 @@ CALL = re.compile(r"<<([-+*/(). 0-9]{1,64})=\Z")
 
 
 def calculator(turns: list[str], row: dict[str, Any]) -> str | None:
-    """The result of the call that the policy's turn ends with; "" after another `=`, where the policy goes on."""
-    if not turns[-1].endswith("="):  # an end token ends the completion
+    """Return the result of the call that ends the policy's turn. After another `=`, return "": the policy continues."""
+    if not turns[-1].endswith("="):  # an end token has ended the turn, so the completion ends
         return None
     call = CALL.search(turns[-1])
     if call is None or "**" in call[1] or "//" in call[1]:
         return ""
     try:
-        return f"{eval(call[1], {'__builtins__': {}}):.10g}>>"  # digits, signs and brackets alone
+        return f"{eval(call[1], {'__builtins__': {}}):.10g}>>"  # only digits, signs and brackets
     except (ArithmeticError, SyntaxError, TypeError):
         return ""

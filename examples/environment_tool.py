@@ -1,4 +1,5 @@
-"""A tool for models whose chat template has tools, such as Qwen3's: a call in JSON, and its result as a tool turn.
+"""An example of a tool, for models whose chat template has tools, such as Qwen3. It reads calls in JSON and
+answers with a tool turn.
 
 data: {chat_template_kwargs: {enable_thinking: false, tools: [{type: function, function: {name: calculate,
        description: Computes an expression., parameters: {type: object, required: [expression],
@@ -15,7 +16,7 @@ EXPRESSION = re.compile(r"[-+*/(). 0-9]{1,64}")
 
 
 def tool(turns: list[str], row: dict[str, Any]) -> str | None:
-    """The results of the calls in the policy's turn, a line each; None, which ends the completion, if it has none."""
+    """Return the results of the calls in the policy's turn, one per line. Without calls, None ends the completion."""
     calls = CALL.findall(turns[-1])
     return "\n".join(map(result, calls)) if calls else None
 
@@ -24,7 +25,7 @@ def result(call: str) -> str:
     try:
         expression = json.loads(call)["arguments"]["expression"]
         if not EXPRESSION.fullmatch(expression) or "**" in expression:
-            return "error: needed: digits, + - * / and brackets"
-        return f"{eval(expression, {'__builtins__': {}}):.10g}"  # digits, signs and brackets alone
+            return "error: use only digits, + - * / and brackets"
+        return f"{eval(expression, {'__builtins__': {}}):.10g}"  # only digits, signs and brackets
     except (ArithmeticError, KeyError, SyntaxError, TypeError, ValueError) as error:
         return f"error: {error}"

@@ -1,9 +1,9 @@
-"""SAPO, soft adaptive policy optimisation (arXiv 2511.20347), as a loss of one's own.
+"""An example of your own loss: SAPO, soft adaptive policy optimisation (arXiv 2511.20347).
 
     python train_grpo.py configs/tiny_cpu.yaml loss.kind=examples/loss_sapo.py:sapo
 
-Instead of a ratio that is clipped, a smooth gate weighs each token: its gradient is largest where the ratio r is 1 and
-falls off on both sides, faster for tokens with a negative advantage.
+SAPO does not clip the ratio. Instead, a smooth gate weighs each token. The gradient is largest where the ratio r is 1,
+and decreases on both sides, faster for tokens with a negative advantage.
 """
 
 import torch
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from grpo import LossInputs
 
-TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # temperatures of the gate, of the paper
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # temperatures of the gate, from the paper
 
 
 def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A f(r) with f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A.
+    """Return -A f(r) with f(r) = 4 / tau sigmoid(tau (r - 1)), where the sign of A chooses tau.
 
-    Returns the loss of each token (B, T), and what is measured of it, each (B, T): the metrics actor/NAME are means.
+    The first result is the loss of each token (B, T). The second has measurements (B, T); their means are the metrics
+    actor/NAME.
     """
     ratio = (x.logp - x.old_logp).clamp(-20, 20).exp()
     tau = torch.where(x.advantages > 0, TAU_POSITIVE, TAU_NEGATIVE)

@@ -19,35 +19,36 @@ KERNEL_GAP = 0.02  # nats a token between kernels for two orders of memory; docs
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats a token
 
-# A check -> when it fires. A test compares the table of docs/checks.md with it.
+# A check -> when it fires. A test compares the list in docs/checks.md with it.
 CHECKS = {
-    "reward_constant": f"all rewards of the first {CONSTANT_STEPS} steps are equal",
-    "unparsable": f"more than {100 * UNPARSABLE_SHARE:g} % of the completions of a step hold no answer",
-    "truncated": f"more than {100 * TRUNCATED_SHARE:g} % of the last {TRUNCATED_COMPLETIONS} completions are cut off, "
-    f"at temperature {TRUNCATED_TEMPERATURE} or below",
-    "sampling": f"none of the last {TRUNCATED_COMPLETIONS} completions ends by itself, though max_new_tokens is at "
-    f"least {SHORTEST}; or all completions of every group are equal, improbable by the entropy; or the same questions "
-    f"are asked in {STUCK_STEPS} steps in a row",
-    "held_out": "a held-out question is a training question (refused before the run), or is asked for training",
-    "state": "ranks differ in a LoRA factor (compared after each step) or base weight (at the start, before a "
-    "checkpoint) that they share; or a new checkpoint does not hold what the ranks hold (earlier ones stay); or a "
-    "resumed run has not taken up what its checkpoint holds",
-    "impossible": "the entropy, or a KL estimate that cannot be negative, is negative; or the KL to the teacher is "
-    f"exactly 0; or the KL to the reference is exactly 0 in {STUCK_STEPS} successive steps after updates (of "
-    f"{STUCK_TOKENS['fp32']} tokens or more, {STUCK_TOKENS['bf16']:,} in bf16); or the gradient is "
-    f"exactly 0 although the entropy is at least {UNSURE:g} nat and the KL in the loss, or to the teacher, at least "
-    f"{LEAST_KL:g}, or rewards of a group differ without a teacher",
-    "collapse": f"the mean reward of the last {WINDOW} steps is below {100 * COLLAPSE_REWARD:g} % of that of the first "
-    f"{WINDOW}, or their mean KL above {COLLAPSE_KL:g} nat a token",
-    "logp_gap": f"the log-probs of sampler and trainer differ by more than {LOGP_GAP_FP32:g} nats a token in fp32 or "
-    "checks.logp_gap_bf16 in bf16 (under noise: those of a probe); a gap far above the run's own first steps is a "
-    "warning",
-    "reference_kl": "before the first update of a start or resume, the log-probs of the reference are not those of the "
-    "policy without its LoRA update: adapters that a new run has just made, or B set to 0 for one forward pass (merged "
-    f"in bf16 and quantised or for vLLM: they differ by more than {KERNEL_GAP:g} nats a token)",
-    "adapters": "after an update the sampler still receives the old tensors; or the merged experts that trainer and "
-    "sampler share are not W + (alpha / R) B A",
-    "noise": "AQN noise does not change the sampler; noise other than asked for always stops",
-    "gradient_spike": f"the gradient norm exceeds {SPIKE_FACTOR:g} x its median of {SPIKE_WINDOW} steps",
-    "entropy": f"the policy's entropy is below {ENTROPY_FLOOR:g} nats a token: it has stopped exploring",
+    "reward_constant": f"All rewards of the first {CONSTANT_STEPS} steps are equal.",
+    "unparsable": f"More than {100 * UNPARSABLE_SHARE:g} % of the completions of a step contain no answer.",
+    "truncated": f"More than {100 * TRUNCATED_SHARE:g} % of the last {TRUNCATED_COMPLETIONS} completions are cut off, "
+    f"at a temperature of {TRUNCATED_TEMPERATURE} or below.",
+    "sampling": f"None of the last {TRUNCATED_COMPLETIONS} completions ends by itself, though max_new_tokens is at "
+    f"least {SHORTEST}. Or all completions of every group are equal, which their entropy makes improbable. Or "
+    f"{STUCK_STEPS} steps in a row ask the same questions.",
+    "held_out": "A held-out question is also a training question (the run is refused), or is asked for training.",
+    "state": "Ranks differ in a LoRA factor that they share (compared after each step), or in a base weight (compared "
+    "at the start and before a checkpoint). Or a new checkpoint does not contain what the ranks hold; earlier ones "
+    "stay. Or a resumed run has not loaded what its checkpoint contains.",
+    "impossible": "The entropy is negative, or a KL estimate that cannot be negative is negative. Or the KL to the "
+    f"teacher is exactly 0. Or the KL to the reference is exactly 0 in {STUCK_STEPS} successive steps after updates "
+    f"(of at least {STUCK_TOKENS['fp32']} tokens, or {STUCK_TOKENS['bf16']:,} in bf16). Or the gradient is exactly 0 "
+    f"although the entropy is at least {UNSURE:g} nat, in one of three cases: the KL in the loss is at least "
+    f"{LEAST_KL:g}; the KL to the teacher is at least {LEAST_KL:g}; rewards of a group differ, without a teacher.",
+    "collapse": f"The mean reward of the last {WINDOW} steps is below {100 * COLLAPSE_REWARD:g} % of that of the first "
+    f"{WINDOW}, or the mean KL of the last {WINDOW} is above {COLLAPSE_KL:g} nat per token.",
+    "logp_gap": f"The log-probs of sampler and trainer differ by more than {LOGP_GAP_FP32:g} nats per token in fp32, "
+    "or checks.logp_gap_bf16 in bf16. With noise, those of a probe are compared. A gap far above the run's own first "
+    "steps only warns.",
+    "reference_kl": "Before the first update of a start or resume, the log-probs of the reference are not those of the "
+    "policy without its LoRA update. In a new run, this is the policy with the new adapters. Otherwise B is 0 for one "
+    "forward pass. For adapters merged in bf16, if the experts are quantised or in vLLM's memory, a difference of up "
+    f"to {KERNEL_GAP:g} nats per token is allowed.",
+    "adapters": "After an update, the sampler still receives the old tensors. Or the merged experts that trainer and "
+    "sampler share are not W + (alpha / R) B A.",
+    "noise": "AQN noise does not change the sampler. Noise that differs from the requested noise always stops the run.",
+    "gradient_spike": f"The gradient norm exceeds {SPIKE_FACTOR:g} times its median of {SPIKE_WINDOW} steps.",
+    "entropy": f"The policy's entropy is below {ENTROPY_FLOOR:g} nats per token: it has stopped exploring.",
 }

@@ -1,7 +1,7 @@
-# Makes the environment and the model if they are absent, and trains on the CPU of this machine. run_cpu.sh and run_smol.sh are
-# rows of settings: each sets
-#   CONFIG                             which run, relative to the repository's folder
-#   LISTS                              what set_up of launch/setup_cpu.sh installs
+# Makes the environment and the model if they are absent, and trains on the CPU of this machine. run_cpu.sh and run_smol.sh only
+# contain settings. Each sets
+#   CONFIG                             the configuration file, relative to the repository's folder
+#   LISTS                              the lists that set_up of launch/setup_cpu.sh installs
 #   SMOL                               the folder of SmolLM2 as a mixture of experts; empty: the model of the configuration
 # and then sources this file, which goes to the root of the checkout and starts the run.
 
@@ -9,11 +9,11 @@ set -euo pipefail
 
 # --- yours to change -------------------------------------------------------------------------------------------------
 PYTHON=${PYTHON:-python3}                  # 3.11, 3.12 or 3.13; makes the environment
-NPROC=${NPROC:-2}                          # processes; one core each is best
-RESTARTS=${RESTARTS:-0}                    # how often lost processes are started again; they resume from the last checkpoint
-VENV=${VENV:-.venv}                        # the environment's folder, 1.3 GB; 1.9 GB with vLLM
-TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # where torch without CUDA comes from, or a mirror
-GSM8K_QUESTIONS=${GSM8K_QUESTIONS:-64}     # of run_smol.sh with GSM8K: the first ones of that file
+NPROC=${NPROC:-2}                          # number of processes; one core for each is best
+RESTARTS=${RESTARTS:-0}                    # how often torchrun starts lost processes again; they resume from the last checkpoint
+VENV=${VENV:-.venv}                        # folder of the environment, 1.3 GB; 1.9 GB with vLLM
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}    # source of torch without CUDA; a mirror also works
+GSM8K_QUESTIONS=${GSM8K_QUESTIONS:-64}     # for run_smol.sh with GSM8K: how many of the file's first questions
 # ---------------------------------------------------------------------------------------------------------------------
 
 case ${GSM8K:-} in "" | /*) ;; *) GSM8K=$PWD/$GSM8K ;; esac   # the folder changes in the next line
@@ -24,10 +24,11 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     print_head
     cat <<'END'
 
---vllm, as the first argument, samples with vLLM, and installs it first. Every key is documented in knobs.py and set in the
-configuration. The same command, started again, resumes from the last checkpoint. Exit codes: docs/checks.md.
+--vllm, as the first argument, samples with vLLM, and installs it first. knobs.py documents every key, and the configuration
+sets the values. To resume from the last checkpoint, start the same command again. docs/checks.md explains the exit codes.
 
-From the environment: CONFIG, a configuration file; and what launch/cpu.sh says, e.g. NPROC, the number of processes.
+You can set these environment variables: CONFIG (a configuration file), NPROC (the number of processes), and others that the
+head of launch/cpu.sh lists.
 END
     exit
 fi
@@ -47,18 +48,18 @@ if [ -n "$SMOL" ]; then
     set -- model.path="$SMOL" "$@"
 fi
 
-# launch/first_code.py is torchrun that ends without a traceback. --local-addr: otherwise it hangs on a laptop whose host name
-# cannot be resolved.
+# launch/first_code.py is torchrun that ends without a traceback. Without --local-addr, it hangs on a laptop whose host name cannot
+# be resolved.
 on_ranks=("$VENV/bin/python" launch/first_code.py --standalone --local-addr=localhost --nproc_per_node="$NPROC")
 training=("${on_ranks[@]}" --max-restarts="$RESTARTS" train_grpo.py "$CONFIG" "$@")
 if [ "$RESTARTS" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # otherwise a restarted process reads the addresses of ended ones
 fi
 
-measure() {  # $1: folder of a model. Its greedy answers of at most 128 tokens
+measure() {  # measures the greedy answers, of at most 128 tokens, of the model in folder $1
     "${on_ranks[@]}" evaluate.py "$CONFIG" model.path="$1" data.source=gsm8k data.train_path="$GSM8K" \
         data.test_path="$GSM8K" data.max_prompt_tokens=896 rollout.max_new_tokens=128 \
-        eval.num_questions="$GSM8K_QUESTIONS" eval.samples=0 | tail -n 1   # after the notes
+        eval.num_questions="$GSM8K_QUESTIONS" eval.samples=0 | tail -n 1   # leaves the notes out
 }
 
 "$VENV/bin/python" train_grpo.py "$CONFIG" "$@" --check --ranks "$NPROC" >/dev/null   # bad input ends here, before torchrun starts

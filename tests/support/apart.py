@@ -1,6 +1,6 @@
-"""The command train_grpo.py on forked ranks, of which the last ones sample, with faults at exact places.
+"""Run the command train_grpo.py on forked ranks, of which the last ones only sample, with faults at exact places.
 
-Nothing ends the other ranks when one has ended, as torchrun would: each must notice by itself.
+If a rank ends, nothing ends the other ranks, as torchrun would do: each rank must notice it by itself.
 """
 
 import os

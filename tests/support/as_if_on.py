@@ -1,4 +1,4 @@
-"""This process as one on a device that this machine does not have, with a vLLM that is not installed."""
+"""Make this process look like one on a device that this machine does not have, with a vLLM that is not installed."""
 
 import importlib.metadata
 from types import SimpleNamespace

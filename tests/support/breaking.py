@@ -1,4 +1,4 @@
-"""A run that works, ways to break one part of it, and the command in a process: for test_bad_input.py.
+"""A run that works, ways to break one part of it, and the command in a process; test_bad_input.py uses them.
 
 A `Break` changes a `Place`: the row's own copy of a working run, and the arguments after the configuration's name.
 """

@@ -1,13 +1,14 @@
-"""A stub of CANN: with it, the real torch_npu and vllm-ascend run on a machine that has no CANN and no NPU.
+"""A stub of CANN. With it, the real torch_npu and vllm-ascend run on a machine that has no CANN and no NPU.
 
 `environment` makes it for the torch_npu of run_tests.sh, and `host_environment` for that of another Python. The shared
-libraries of torch_npu need functions of CANN's libraries. The stub defines all of them: allocations and copies use the
-memory of the host; the others, kernels and collectives among them, do nothing and return 0, which means success. This
-serves imports and calls under FakeTensorMode. It needs a C compiler and nm and readelf of binutils.
+libraries of torch_npu need functions of CANN's libraries, and the stub defines all of them. Allocations and copies use
+the memory of the host. All other functions, including kernels and collectives, do nothing and return 0, which means
+success. This is enough for imports and for calls under FakeTensorMode. It needs a C compiler, and nm and readelf of
+binutils.
 
-In a process with the variables of `host_environment`, `install` prepares the imports, and under `mode` torch's own
-operators run on the CPU, on the memory of their tensors: weights can be loaded and copied. Operators of torch_npu and
-of vllm-ascend have no kernels for a CPU, so there is no forward pass.
+In a process with the variables of `host_environment`, `install` prepares the imports. Under `mode`, torch's own
+operators run on the CPU, on the memory of their tensors, so weights can be loaded and copied. Operators of torch_npu
+and of vllm-ascend have no kernels for a CPU, so no forward pass is possible.
 """
 
 from __future__ import annotations

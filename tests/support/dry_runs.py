@@ -1,6 +1,6 @@
-"""Dry runs in a process of their own, because a dry run changes torch: a line of JSON for each.
+"""Make dry runs in a separate process, because a dry run changes torch, and print one line of JSON for each.
 
-python tests/support/dry_runs.py KIND < cases        KIND of device; a line of JSON for each case: what `case` takes
+python tests/support/dry_runs.py KIND < cases        KIND of device; one line of JSON per case: the input of `case`
 python tests/support/dry_runs.py torch_npu < cases    an NPU, with the real package
 """
 

@@ -1,5 +1,5 @@
-"""A stand-in for an Ascend NPU: tensors of device type 'npu' with their data on the CPU, torch.npu, an importable
-torch_npu with the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
+"""A fake Ascend NPU: tensors of device type 'npu' with their data on the CPU, torch.npu, an importable torch_npu with
+the five kernels that kernels.py calls, and the 'hccl' backend on gloo.
 
 It runs the Python code of `device: npu` and refuses what the hardware refuses: tensors of two devices in one operation,
 reductions of float64, and arguments that a kernel's documentation excludes (docs/zh/custom_APIs/torch_npu of

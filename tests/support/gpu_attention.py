@@ -1,4 +1,4 @@
-"""The attention of a GPU on a CPU: the formula of torch's varlen_attn, in place of its kernel."""
+"""A GPU's attention on a CPU: the formula of torch's varlen_attn instead of its kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A server with NPUs and one with GPUs on which everything is right, made of files, variables and stand-ins."""
+"""A server with NPUs and a server with GPUs on which everything is right, made of files, variables and fakes."""
 
 import json
 from pathlib import Path

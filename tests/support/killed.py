@@ -1,4 +1,4 @@
-"""Work in a forked process that is killed at one of its file operations, and the same work after each such kill."""
+"""Do work in a forked process that is killed at one of its file operations, and repeat it after each such kill."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-"""Bytes of all live tensors, measured by torch's profiler from the allocations and releases of the allocator.
+"""Measure the bytes of all live tensors with torch's profiler, from the allocator's allocations and releases.
 
-And the model and the rollout of an update that is measured.
+The file also has the model and the rollout of an update that is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two data ranks of one vLLM engine that sample in lockstep, then one that fails; a dense model on a CPU.
+"""Run two data ranks of one vLLM engine that sample in lockstep, then one that fails; the model is dense, on a CPU.
 
 vllm_ranks.py calls `run` on each rank. Each rank writes its samples and the number of forward passes of its model. Then
-rank 1 gets a prompt that is refused while rank 0 samples: rank 0 must end too, and not wait.
+rank 1 gets a prompt that is refused while rank 0 samples: rank 0 must also end instead of waiting.
 """
 
 import json

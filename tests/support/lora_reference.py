@@ -1,9 +1,9 @@
-"""The one reference of the policy: a transformers model in float64 whose weights are the base plus (alpha / R) B A.
+"""The only reference of the policy: a transformers model in float64 whose weights are the base plus (alpha / R) B A.
 
 Gradients of A and B come from autograd through the sum, the optimizer is torch's, and the loss follows the papers that
-grpo.py names. No code of the trainer is used. Names and shapes of the factors are those of checkpoints
+grpo.py names. It uses no code of the trainer. Names and shapes of the factors are those of checkpoints
 (weights/adapter_weights.py): dense A (R, in), B (out, R); experts A (E, in, R), B (E, R, out).
-S sequences, T tokens of a row, R rank, E experts.
+S is the number of sequences, T of tokens in a row, and E of experts; R is the LoRA rank.
 """
 
 import contextlib

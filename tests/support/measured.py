@@ -1,6 +1,6 @@
-"""What every rank computes for the tests of the model and of LoRA, on every version of Megatron.
+"""The computations that every rank makes for the tests of the model and of LoRA, with every version of Megatron.
 
-A negative control leaves out one reduction of the gradients. A test that did not notice it would not test it.
+A negative control leaves out one reduction of the gradients. A test that passes with it would not test this reduction.
 """
 
 import contextlib

@@ -1,17 +1,17 @@
-"""What runs on fake_npu.py, in a process of its own: operations, the start-up of hardware/device.py, and trainings.
+"""Run operations, the start-up of hardware/device.py and training runs on fake_npu.py, in a separate process.
 
     python tests/support/npu_process.py FOLDER [MINDSPEED_DIR]
     python tests/support/npu_process.py FOLDER MINDSPEED_DIR vllm
 
-FOLDER/operations.json gets what the operations gave. FOLDER/life/config.yaml makes its tiny model, is trained,
-evaluated and exported, and has two layers compared. Every FOLDER/LAYOUT/config.yaml is a training, on every rank,
-interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
-FOLDER/LAYOUT/answer-r. All of them are forked, so that torch and Megatron are imported only once. With a real
-MindSpeed, every rank imports MindSpeed and Megatron itself, in the order of a run, and only the trainings are run. The
-exit code is 1 if a rank failed.
+FOLDER/operations.json gets the results of the operations. FOLDER/life/config.yaml makes its tiny model, is trained,
+evaluated and exported, and two of its layers are compared. Every FOLDER/LAYOUT/config.yaml is a training run on every
+rank, interrupted in step INTERRUPTED and then resumed. Rank r writes the groups and the kernels that it used to
+FOLDER/LAYOUT/answer-r. All ranks are forked, so that torch and Megatron are imported only once. With a real MindSpeed,
+every rank imports MindSpeed and Megatron itself, in the order of a run, and only the training runs are made. The exit
+code is 1 if a rank failed.
 
-With `vllm`, this process adapts the stand-in by MindSpeed and then trains FOLDER/config.yaml on its CPU, with vLLM. It
-writes what MindSpeed has left, and what transformers finds, to FOLDER/answer.json.
+With `vllm`, MindSpeed adapts the fake NPU in this process, which then trains FOLDER/config.yaml on its CPU, with vLLM.
+It writes what MindSpeed has left, and what transformers finds, to FOLDER/answer.json.
 """
 
 from __future__ import annotations

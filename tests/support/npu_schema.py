@@ -1,10 +1,10 @@
-"""Calls every operator with the real torch_npu on tensors without data, in a process of its own; prints JSON.
+"""Call every operator with the real torch_npu on tensors without data, in a separate process, and print JSON.
 
     python tests/support/npu_schema.py '{"name": ["configs/qwen3.yaml", ["parallel.tensor=4"], 16]}'
 
-For each training (configuration, overrides, ranks): the operators at the sizes of a rank, forward and backward, in
-bf16, on an NPU and on the CPU. cann_stub.py makes the environment of the process; tests/machines/test_npu.py judges the
-answers.
+For each training run (configuration, overrides, ranks), it calls the operators at the sizes of a rank, forward and
+backward, in bf16, on an NPU and on the CPU. cann_stub.py makes the environment of the process, and
+tests/machines/test_npu.py checks the answers.
 """
 
 from __future__ import annotations

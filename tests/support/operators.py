@@ -1,4 +1,4 @@
-"""The operators of a configuration, and uses beside them: few rows, odd widths, the sampler's shapes."""
+"""The operators of a configuration, and more uses of them: few rows, odd widths, the sampler's shapes."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Functions of a user's, for tests/rooms/tasks/test_scoring.py and tests/runs/test_resume.py."""
+"""Functions as a user would write them, for tests/rooms/tasks/test_scoring.py and tests/runs/test_resume.py."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""What own.reward imports: a run records the checksum of this file, too."""
+"""A file that own.reward imports: a run also records its checksum."""
 
 
 def share(completion: str) -> float:

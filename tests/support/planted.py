@@ -1,9 +1,9 @@
 """All faults that have a name, which tests plant in a forked process and `pytest --plant NAME` in a whole session.
 
-Here are those of what samples: the push, the memory that trainer and sampler share, and the drawing of tokens. Those of
-the trainer are in planted_step.py and planted_trainer.py, those of an environment's turns in planted_turns.py. A fault
-without a number of a rank is planted on every rank. In a session it reaches the forked worlds of the tests, but no
-program that a test starts.
+This file has the faults of sampling: the push, the memory that trainer and sampler share, and the drawing of tokens.
+planted_step.py and planted_trainer.py have those of the trainer, and planted_turns.py those of an environment's turns.
+A fault without the number of a rank is planted on every rank. In a session it reaches the forked worlds of the tests,
+but no program that a test starts.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Faults of a step that have a name: what is asked, scored and masked, gradients, the optimizer, sums over ranks.
+"""Named faults of a step: questions, scores and masks, gradients, the optimizer, sums over ranks.
 
-The names are in FAULTS at the end. Each is in the trainer's own functions, on every rank.
+The names are in FAULTS at the end. Each fault is in the trainer's own functions, on every rank.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Faults of the trainer that have a name: rewards, policy, questions, what ranks share, and checkpoints.
+"""Named faults of the trainer: rewards, policy, questions, the state that ranks share, and checkpoints.
 
-The names are in FAULTS at the end. Functions that tests use without a name are of no fault, or count the calls of one
-run.
+The names are in FAULTS at the end. Functions that tests use without a name belong to no fault, or count the calls of
+one run.
 """
 
 import contextlib

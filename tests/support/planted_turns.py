@@ -1,4 +1,4 @@
-"""Faults of completions of several turns that have a name: whose a token is, and what follows a turn.
+"""Named faults of completions with several turns: whose a token is, and what follows a turn.
 
 The names are in FAULTS at the end.
 """

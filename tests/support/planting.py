@@ -1,4 +1,4 @@
-"""Faults for tests: functions of the product that do something else until a MonkeyPatch is undone."""
+"""Plant faults for tests: replace functions of the product until a MonkeyPatch is undone."""
 
 from collections.abc import Callable
 

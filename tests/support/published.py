@@ -1,4 +1,4 @@
-"""The config.json of two models, as they were published: those in configs/, without keys that nobody reads."""
+"""The config.json of two models as they were published: the files in configs/, without keys that no code reads."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Run folders for the tests of report.py: the files of a finished training, with chosen outcomes."""
+"""Run folders for the tests of report.py: the files of a finished training run, with chosen outcomes."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
-"""Makes what the tests of tests/machines/on_device compare with: models, and what every layout must compute from them.
+"""Make the models of tests/machines/on_device, and the results that every layout must compute from them.
 
-It is made in a process of its own, because ranks are forked from a process in which autograd has not run, and because
-under MindSpeed's patches transformers computes other gradients.
+A separate process makes them for two reasons: ranks are forked from a process in which autograd has not run, and under
+MindSpeed's patches transformers computes other gradients.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The message with which a configuration is refused."""
+"""Get the message with which a configuration is refused."""
 
 from pathlib import Path
 

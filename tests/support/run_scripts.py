@@ -1,4 +1,4 @@
-"""What the run scripts for accelerators plan to start: the training command of a script and a layout."""
+"""Get what the run scripts for NPUs and GPUs plan to start: the training command of a script and a layout."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Models and checks of samples that several test files use, with transformers as the reference."""
+"""Models, and checks of samples that several test files use, with transformers as the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source files of the product, the imports of any file, and the packages that requirements/ pins."""
+"""Find the source files of the product, the imports of any file, and the packages that requirements/ pins."""
 
 import ast
 import functools

@@ -1,6 +1,6 @@
-"""In which runs of run_tests.sh a case is: a developer's, also --ci, or only --all.
+"""Choose the runs of run_tests.sh that include a case: all of them, only --ci and --all, or only --all.
 
-The marks `ci` and `nightly` say it, of a test or of a case of one. Without a mark it is in all runs.
+The marks `ci` and `nightly` of a test, or of one of its cases, say it. Without a mark, a case is in all runs.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Prints what the trackers of a run's folder hold, as their own packages read it; runs with these on PYTHONPATH.
+"""Print what the trackers of a run's folder contain, as their own packages read it; PYTHONPATH must have these.
 
 python tracked.py RUN        {tracker: [[id, {step: {name: value}}] of each start]}; TensorBoard shows all as one
 """

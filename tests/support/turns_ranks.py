@@ -1,6 +1,6 @@
-"""Turns on two ranks of vLLM: one replica whose environment differs between its ranks, and two that sample in lockstep.
+"""Sample turns on two ranks of vLLM: one replica whose environment differs between its ranks, and two in lockstep.
 
-Each rank writes its samples, and how often its environment was asked, to a JSON file.
+Each rank writes its samples, and how often its environment was called, to a JSON file.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""The one reference of an update: the losses of the papers that grpo.py names, and torch.optim.AdamW, in float64.
+"""The only reference of an update: the losses of the papers that grpo.py names, and torch.optim.AdamW, in float64.
 
-One rank, rows padded on the right, no micro-batches. P prompts, G completions a prompt, S = P x G sequences, T tokens.
+It has one rank, rows padded on the right, and no micro-batches. P is the number of prompts, G the number of completions
+per prompt, S = P x G the number of sequences, and T the number of tokens.
 """
 
 from __future__ import annotations

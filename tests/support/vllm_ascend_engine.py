@@ -1,12 +1,12 @@
-"""The engines of engines/ in the real vLLM and vllm-ascend, on cann_stub.py; run by the Python that has these packages.
+"""Run the engines of engines/ in the real vLLM and vllm-ascend, on cann_stub.py; use a Python that has these packages.
 
     python tests/support/vllm_ascend_engine.py configurations FOLDER     FOLDER/asked.json -> FOLDER/answer.json
     python tests/support/vllm_ascend_engine.py whole FOLDER [MINDSPEED_DIR]     one rank, a push of whole weights
     python tests/support/vllm_ascend_engine.py shards FOLDER [MINDSPEED_DIR]    four ranks, a push of trainer's shards
 
-`configurations` stops where vllm.LLM would be made, and makes vLLM's configuration from the arguments. The others make
-the engine of FOLDER/config.yaml for the tiny model in FOLDER/model, and keep what they found in FOLDER/answer-RANK.pt.
-With the checkout of a MindSpeed, the process starts as a training with MindSpeed does, before it imports vLLM.
+`configurations` stops before vllm.LLM is created, and makes vLLM's configuration from the arguments. The others create
+the engine of FOLDER/config.yaml for the tiny model in FOLDER/model, and write what they found to FOLDER/answer-RANK.pt.
+With the checkout of a MindSpeed, the process starts as a training run with MindSpeed does, before it imports vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples of vLLM on every rank of a world of two; each rank writes its results to a JSON file.
+"""Sample with vLLM on every rank of a world of two; each rank writes its results to a JSON file.
 
 Each model runs as one replica (tensor 2) and as two replicas (tensor 1), before and after a push of perturbed weights.
 Then the dense model runs in lockstep (lockstep_ranks.py).

@@ -1,4 +1,4 @@
-"""A plugin of pytest that gives its process the stand-in for an NPU: PYTEST_PLUGINS=with_fake_npu."""
+"""A plugin of pytest that gives its process the fake NPU: PYTEST_PLUGINS=with_fake_npu."""
 
 import fake_npu
 

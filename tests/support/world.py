@@ -1,7 +1,8 @@
-"""The ranks of a test. They are forked gloo ranks of a CPU, so that torch and Megatron are imported only once.
+"""The ranks of a test: forked gloo ranks of a CPU, so that torch and Megatron are imported only once.
 
-With `pytest --device` they are the ranks that torchrun has launched, each with its own pytest and the same tests, or
-on a single device this process alone. Every rank gets the answers of all, so all ranks judge alike and stay in step.
+With `pytest --device`, they are the ranks that torchrun has launched, each with its own pytest and the same tests. On a
+single device, this process is the only rank. Every rank gets the answers of all ranks, so all ranks come to the same
+verdict and stay in step.
 """
 
 import contextlib

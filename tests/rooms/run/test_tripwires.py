@@ -389,11 +389,10 @@ def test_a_step_without_any_trained_group_is_no_fault(model: Path, tmp_path: Pat
         )
 
 
-def test_the_table_of_checks_says_what_they_do() -> None:
-    """docs/checks.md: each check, whether it stops, when it fires, and the configurations in which it cannot judge."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| (stops|warns) \| (.*?) \| (.*?) ?\|$", (ROOT / "docs" / "checks.md").read_text(), re.M
-    )
+def test_the_page_of_checks_says_what_they_do() -> None:
+    """docs/checks.md: each check, whether it stops, the configurations in which it cannot judge, and when it fires."""
+    page = (ROOT / "docs" / "checks.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (stops|warns) \| (.*?) ?\|$", page, re.M)
     silent: dict[str, dict[str, list[str]]] = {}  # check -> reason -> configurations
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         for check, reason in Tripwires(load_config(path), print).cannot_judge().items():
@@ -403,11 +402,12 @@ def test_the_table_of_checks_says_what_they_do() -> None:
         (
             check,
             "stops" if default.stops(check) else "warns",
-            fires,
-            "; ".join(f"{reason}: {', '.join(names)}" for reason, names in silent.get(check, {}).items()),
+            "; ".join(f"{reason}: {', '.join(names)}" for reason, names in silent.get(check, {}).items()) or "none",
         )
-        for check, fires in CHECKS.items()
+        for check in CHECKS
     ]
+    fires = re.findall(r"^- `(\w+)`: (.*(?:\n  .*)*)", page, re.M)
+    assert [(check, " ".join(text.split())) for check, text in fires] == [*CHECKS.items()]
 
 
 # -------------------------------------------------------------------------------------------- runs with a planted fault

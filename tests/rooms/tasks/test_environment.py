@@ -294,7 +294,7 @@ def test_the_tool_answers_every_call_of_a_turn() -> None:
     tool = functions.load("x", "examples/environment_tool.py:tool", "turns", "row")
     call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
     assert tool([f"{call % '6*7'}\n{call % '1/4'}<|im_end|>"], {}) == "42\n0.25"
-    assert tool([call % "9**9"], {}).startswith("error: needed: digits")
+    assert tool([call % "9**9"], {}).startswith("error: use only digits")
     assert tool([call % "1/0"], {}) == "error: division by zero"
     assert tool(["<tool_call>{}</tool_call>"], {}) == "error: 'arguments'"
     assert tool(["#### 42<|im_end|>"], {}) is None
