@@ -217,6 +217,15 @@ def test_the_mean_of_a_million_stochastic_merges_is_the_update(part: float) -> N
     assert abs(kept.double().mean().item() - part) < 5 * math.sqrt(chance * (1 - chance) / 10**6)
 
 
+def test_the_random_numbers_of_a_merge_differ_by_seed_by_step_and_by_name_and_repeat() -> None:
+    keys = [(1, 1, "q"), (2, 1, "q"), (1, 2, "q"), (1, 1, "k")]
+    draws = [planted_fault.uniform(*key, torch.empty(2, 3)) for key in keys]
+    assert len({tuple(one.flatten().tolist()) for one in draws}) == 4
+    for key, one in zip(keys, draws, strict=True):
+        torch.rand(3)
+        assert torch.equal(planted_fault.uniform(*key, torch.empty(2, 3)), one)
+
+
 def test_squared_random_numbers_make_a_biased_merge() -> None:
     """P(0.3 + r^2 >= 1) is 1 - sqrt(0.7) for a uniform r."""
     fault = planted_fault.FAULTS["coarse_biased"].wrong
