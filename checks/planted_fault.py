@@ -217,10 +217,12 @@ def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> A
         weight = push.base[name]
         kept = on_grid(weight, merged, int(places), offsets(push.cfg.train.seed, step, name, merged))
         pair = torch.stack([merged - weight, kept - merged]).flatten(1)
-        push.products += pair @ pair.t()
+        push.products += (pair @ pair.t()).cpu()
         return kept
 
-    class CoarsePush(rounding_push(right, changed)):
+    rounding: Any = rounding_push(right, changed)
+
+    class CoarsePush(rounding):
         def __init__(self, way: Any, engine: Any) -> None:
             refuse_other_merges(way.cfg)
             super().__init__(way, engine)
@@ -240,9 +242,7 @@ def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> A
 
 def coarse_passes(right: Function, places: str) -> Function:
     """The trainer computes with the weights that `coarse` gives the sampler; A and B get the gradient of W + U."""
-    import lora_megatron
-
-    merge = lora_megatron.merge
+    from lora_megatron import merge
 
     def coarse_merge(weight: Any, first: Any, second: Any, scale: float, out: Any = None) -> Any:
         kept = on_grid(weight, merge(weight, first, second, scale), int(places), 0.5)
@@ -252,7 +252,7 @@ def coarse_passes(right: Function, places: str) -> Function:
         refuse_other_merges(policy.cfg)
         for adapter in policy.adapters.values():
             adapter.merges = True
-        with mock.patch.object(lora_megatron, "merge", coarse_merge):
+        with mock.patch("lora_megatron.merge", coarse_merge):
             return right(policy, micro)
 
     return logprobs
