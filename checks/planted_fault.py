@@ -124,11 +124,11 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
     return torch.cat(parts, dim=-1).to(weight.dtype)
 
 
-def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
-    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
+def rounding_push(right: Any, changed: Function) -> Any:
+    """Return the class Push, ``right``, with other weights for the completions that are trained on.
 
-    Embedding, head, norms, biases and routers are not rounded. Evaluations and the trainer have the policy itself.
-    ``right`` is the class Push. ``down``: the weights are rounded down instead of to the nearest.
+    The engine then gets ``changed(push, step, name, tensor)`` in place of each tensor. Evaluations and the trainer have
+    the policy itself.
     """
     from facts.architectures import tensor_shapes
 
@@ -152,14 +152,110 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
             metrics = super().__call__(step, probe)
-            tensors = self.tensors(set())
-            named = (
-                (name, rounded_weights(x, int(bits), down=down) if name in self.matrices else x) for name, x in tensors
-            )
+            named = ((name, changed(self, step, name, x)) for name, x in self.tensors(set()))
             self._load(self.engine.load_weights, named)
             return metrics
 
     return RoundingPush
+
+
+def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
+    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
+
+    Embedding, head, norms, biases and routers are not rounded. ``right`` is the class Push. ``down``: the weights are
+    rounded down instead of to the nearest.
+    """
+
+    def changed(push: Any, step: int, name: str, weight: Any) -> Any:
+        return rounded_weights(weight, int(bits), down=down) if name in push.matrices else weight
+
+    return rounding_push(right, changed)
+
+
+def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
+    """Return W + d floor(U / d + offset), a merge that keeps whole multiples of d. U is ``merged`` - W.
+
+    d is the distance between two numbers with this many binary places at W. bf16 has 7 places. An offset of 0.5 rounds
+    U / d to the nearest integer. An offset that is uniform in [0, 1) rounds it up or down at random, so that the mean
+    of many merges is U. fp32, any shape
+    """
+    exponent = weight.abs().clamp(min=1e-12).frexp().exponent  # 2^(exponent - 1) <= |W| < 2^exponent; 0 has none
+    spacing = (exponent - 1 - places).float().exp2()
+    return weight + ((merged - weight) / spacing + offset).floor() * spacing
+
+
+def uniform(seed: int, step: int, name: str, like: Any) -> Any:
+    """Draw numbers in [0, 1) in the shape of ``like``, which depend on (seed, step, name) and not on the rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, "coarse", step, name))
+    return torch.rand(like.shape, generator=generator).to(like.device)
+
+
+def refuse_other_merges(cfg: Any) -> None:
+    """Raise InputError unless only pushes merge, whole tensors in fp32, and no pass is computed again."""
+    if cfg.merging is not Merging.PUSHES or cfg.rollout.expert_parallel or cfg.model.recompute:
+        raise InputError(
+            f"model.dtype, rollout.sync, rollout.expert_parallel, model.recompute: {cfg.model.dtype}, "
+            f"{cfg.rollout.sync}, {cfg.rollout.expert_parallel}, {cfg.model.recompute}; needed with a fault that "
+            "merges on a grid: fp32, merged, False, False"
+        )
+
+
+def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> Any:
+    """The completions for training come from a merge on a grid of so many binary places (`on_grid`).
+
+    With fewer places than bf16 has, the large updates of a tiny model lose the share that small ones lose in bf16.
+    fault/update_share and fault/update_error are sync/update_share and sync/update_error for this merge. ``right`` is
+    the class Push. ``offsets``: (seed, step, name, tensor) -> the offsets of its weights.
+    """
+    import torch
+
+    from weights import huggingface
+
+    def changed(push: Any, step: int, name: str, merged: Any) -> Any:
+        weight = push.base[name]
+        kept = on_grid(weight, merged, int(places), offsets(push.cfg.train.seed, step, name, merged))
+        pair = torch.stack([merged - weight, kept - merged]).flatten(1)
+        push.products += (pair @ pair.t()).cpu()
+        return kept
+
+    rounding: Any = rounding_push(right, changed)
+
+    class CoarsePush(rounding):
+        def __init__(self, way: Any, engine: Any) -> None:
+            refuse_other_merges(way.cfg)
+            super().__init__(way, engine)
+            self.base = dict(huggingface.export(self.model, self.arch, self.parallel, merge=False))
+
+        def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
+            self.products = torch.zeros(2, 2)  # <U, U>, <U, C - U>; .., <C - U, C - U> of all weights
+            metrics = super().__call__(step, probe)
+            (own, both), (_, lost) = self.products.tolist()
+            return metrics | {
+                "fault/update_share": 1 + both / own if own else 1.0,
+                "fault/update_error": (lost / own) ** 0.5 if own else 0.0,
+            }
+
+    return CoarsePush
+
+
+def coarse_passes(right: Function, places: str) -> Function:
+    """The trainer computes with the weights that `coarse` gives the sampler; A and B get the gradient of W + U."""
+    from lora_megatron import merge
+
+    def coarse_merge(weight: Any, first: Any, second: Any, scale: float, out: Any = None) -> Any:
+        kept = on_grid(weight, merge(weight, first, second, scale), int(places), 0.5)
+        return kept if out is None else out.copy_(kept)
+
+    def logprobs(policy: Any, micro: Any) -> Any:
+        refuse_other_merges(policy.cfg)
+        for adapter in policy.adapters.values():
+            adapter.merges = True
+        with mock.patch("lora_megatron.merge", coarse_merge):
+            return right(policy, micro)
+
+    return logprobs
 
 
 def flips(right: Function) -> Function:
@@ -231,6 +327,7 @@ class Fault(NamedTuple):
 
 
 BITS = "3|4|8"
+PLACES = r"-?\d"
 FAULTS = {
     "inverted_weights": Fault("grpo.rollout_weights", inverted_weights),
     "reversed_clip": Fault("grpo.policy_loss", reversed_clip),
@@ -240,6 +337,15 @@ FAULTS = {
     "altered_evaluation": Fault("weight_sync.Push", altered_evaluation),
     "rounded": Fault("weight_sync.Push", rounded, BITS),
     "rounded_down": Fault("weight_sync.Push", functools.partial(rounded, down=True), BITS),
+    "coarse": Fault("weight_sync.Push", coarse, PLACES),
+    "coarse_stochastic": Fault("weight_sync.Push", functools.partial(coarse, offsets=uniform), PLACES),
+    "coarse_fixed": Fault(
+        "weight_sync.Push", functools.partial(coarse, offsets=lambda seed, step, *of: uniform(seed, 0, *of)), PLACES
+    ),
+    "coarse_biased": Fault(
+        "weight_sync.Push", functools.partial(coarse, offsets=lambda *of: uniform(*of) ** 2), PLACES
+    ),
+    "coarse_passes": Fault("weights.policy.Policy.logprobs", coarse_passes, PLACES),
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }

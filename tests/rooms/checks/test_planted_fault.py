@@ -1,7 +1,9 @@
 """Each planted fault of the benchmark does what it says."""
 
 import json
+import math
 import pkgutil
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from engines import torch_sampler
 from engines.torch_sampler import TorchSampler
 from facts.exits import InputError
 from lab import curves, records
+from model import megatron_model
 from parallel_setup import Parallel
 from weight_sync import way_of
 from weights import huggingface
@@ -177,6 +180,170 @@ def test_what_does_not_go_with_rounded_weights_is_refused(changes, message: str,
         rounding_push(SimpleNamespace(cfg=training.config(tmp_path, tmp_path, **changes), policy=None), None)
 
 
+def test_a_merge_on_a_grid_by_hand() -> None:
+    """With one binary place the numbers from 1 to 2 are 0.5 apart, and those from 2 to 4 are 1 apart."""
+    weight = torch.tensor([1.0, 1.5, -3.0, 0.75, 0.0])
+    merged = torch.tensor([1.3, 1.7, -3.6, 0.9, 0.1])
+    nearest = planted_fault.on_grid(weight, merged, 1, 0.5)
+    torch.testing.assert_close(nearest, torch.tensor([1.5, 1.5, -4.0, 1.0, 0.1]))
+    down = planted_fault.on_grid(weight, merged, 1, 0.0)
+    torch.testing.assert_close(down, torch.tensor([1.0, 1.5, -4.0, 0.75, 0.1]))
+    coarser = planted_fault.on_grid(weight, weight + torch.tensor([0.9, 1.1, -1.9, 0.6, 0.1]), -1, 0.5)
+    torch.testing.assert_close(coarser, torch.tensor([1.0, 3.5, -3.0, 1.75, 0.1]))
+
+
+@pytest.mark.parametrize(("size", "equal"), [(1e-6, 0.99981), (1e-5, 0.9982), (1e-4, 0.9855)])
+def test_a_grid_of_seven_places_is_the_merge_of_bf16_unless_the_exponent_changes(size: float, equal: float) -> None:
+    """The two can only differ where W + U has another exponent than W, and in ties. The shares: a pilot's, W ~ 0.02."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(10**6, generator=generator)).bfloat16().float()
+    merged = weight + size * torch.randn(10**6, generator=generator)
+    rounded = merged.bfloat16().float()
+    same = planted_fault.on_grid(weight, merged, 7, 0.5) == rounded
+    assert same.float().mean().item() == pytest.approx(equal, abs=5e-4)
+    exponents = [one.frexp().exponent for one in (weight, merged, rounded)]
+    stays = (exponents[0] == exponents[1]) & (exponents[0] == exponents[2])
+    assert same[stays].float().mean() > 0.9999 and stays.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("part", [-2.8, -0.3, 0.01, 0.3, 0.5, 0.9, 1.7])
+def test_the_mean_of_a_million_stochastic_merges_is_the_update(part: float) -> None:
+    """U is ``part`` times the distance d = 0.5, so C is one of the two multiples of d around it."""
+    offsets = planted_fault.uniform(3, 5, "name", torch.empty(10**6))
+    kept = (planted_fault.on_grid(torch.tensor(1.0), torch.tensor(1 + part / 2), 1, offsets) - 1) / 0.5
+    down = math.floor(part)
+    assert set(kept.tolist()) == {down, down + 1}
+    chance = part - down
+    assert abs(kept.double().mean().item() - part) < 5 * math.sqrt(chance * (1 - chance) / 10**6)
+
+
+def test_the_random_numbers_of_a_merge_differ_by_seed_by_step_and_by_name_and_repeat() -> None:
+    keys = [(1, 1, "q"), (2, 1, "q"), (1, 2, "q"), (1, 1, "k")]
+    draws = [planted_fault.uniform(*key, torch.empty(2, 3)) for key in keys]
+    assert len({tuple(one.flatten().tolist()) for one in draws}) == 4
+    for key, one in zip(keys, draws, strict=True):
+        torch.rand(3)
+        assert torch.equal(planted_fault.uniform(*key, torch.empty(2, 3)), one)
+
+
+def test_squared_random_numbers_make_a_biased_merge() -> None:
+    """P(0.3 + r^2 >= 1) is 1 - sqrt(0.7) for a uniform r."""
+    fault = planted_fault.FAULTS["coarse_biased"].wrong
+    offsets = fault.keywords["offsets"](3, 5, "name", torch.empty(10**6))
+    kept = planted_fault.on_grid(torch.tensor(1.0), torch.tensor(1.15), 1, offsets)
+    assert (kept > 1).double().mean().item() == pytest.approx(1 - math.sqrt(0.7), abs=0.002)
+
+
+def same_numbers(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The share of equal numbers in the adapted matrices of two engines."""
+    pairs = [(tensor, other[name]) for name, tensor in one.items() if tensor.dim() > 1]
+    return sum((a == b).sum().item() for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+
+
+def coarse_pushes(parallel: Parallel, path: Path) -> tuple[dict[str, list[bool]], dict[str, dict[str, Tensor]]]:
+    """Pushes on the grid of one binary place: which properties hold, by fault, and what the engine has after step 0."""
+    found, kept = {}, {}
+    for fault in ("coarse", "coarse_stochastic", "coarse_fixed"):
+        cfg = training.config(path, path, model__recompute=False, lora__targets=("linear_qkv", "linear_fc1"))
+        model, arch = adapted.load(path, parallel)
+        policy = Policy.on(cfg, arch, parallel, model)
+        engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
+        _, coarse_push = right_and_wrong(f"{fault}=1")
+        push = coarse_push(way_of(adapted.placed(cfg, parallel), policy), engine)
+        base = held(engine)
+        first = push(0, [5, 6, 7, 8])
+        unchanged = same(held(engine), base)
+        adapted.move(policy.adapters, arch, parallel, 0)
+        clean = loaded(arch, huggingface.export(model, arch, parallel))
+        metrics = push(0, [5, 6, 7, 8])
+        pushed = held(engine)
+        again = push(0, [5, 6, 7, 8]), held(engine)
+        push(1, [5, 6, 7, 8])
+        later = held(engine)
+        push.clean()
+        weight = torch.cat([tensor.flatten() for tensor in base.values()]).double()
+        update = torch.cat([tensor.flatten() for tensor in clean.values()]) - weight
+        change = torch.cat([tensor.flatten() for tensor in pushed.values()]) - weight
+        spacing = 2.0 ** (weight.abs().clamp(min=1e-12).log2().floor() - 1)
+        most = spacing * (0.5 if fault == "coarse" else 1)
+        share = (change @ update / (update @ update)).item()
+        found[fault] = [
+            unchanged and first["fault/update_share"] == 1 and first["fault/update_error"] == 0,
+            bool(((change / spacing).round() * spacing - change).abs().max() < 1e-6),
+            bool(((change - update).abs() < most + 1e-6).all()) and not same(pushed, clean),
+            abs(metrics["fault/update_share"] - share) < 1e-4,
+            abs(metrics["fault/update_error"] - ((change - update).norm() / update.norm()).item()) < 1e-4,
+            again[0] == metrics and same(again[1], pushed),
+            same(later, pushed) == (fault != "coarse_stochastic"),
+            same(held(engine), clean) and abs(metrics["sync/update_share"] - 1) < 1e-4,
+        ]
+        kept[fault] = pushed
+    return found, kept
+
+
+def test_a_coarse_push_has_multiples_of_the_grid_that_depend_on_seed_step_and_name_alone(tmp_path) -> None:
+    """In another layout the products of LoRA are rounded otherwise, which moves few weights to another multiple."""
+    path = reference.save("qwen3_moe", tmp_path)
+    layouts = world.in_layouts(LAYOUTS, coarse_pushes, path)
+    (_, alone), *_ = layouts["TP1"]
+    for layout, answers in layouts.items():
+        for found, kept in answers:
+            assert all(all(properties) for properties in found.values()), (layout, found)
+            for fault, pushed in kept.items():
+                assert same_numbers(pushed, alone[fault]) > 0.9999, (layout, fault)
+                assert same(pushed, answers[0][1][fault])
+
+
+def coarse_log_probs(parallel: Parallel, path: Path, folder: Path) -> dict[str, Tensor]:
+    """Log-probs of a trainer without and with coarse passes, and of a model that holds the weights on the grid."""
+    cfg = training.config(path, path, model__recompute=False, lora__targets=("linear_proj", "linear_fc2"))
+    model, arch = adapted.load(path, parallel)
+    policy = Policy.on(cfg, arch, parallel, model)
+    adapted.move(policy.adapters, arch, parallel, 0)
+    base = dict(huggingface.export(model, arch, parallel, merge=False))
+    merged = huggingface.export(model, arch, parallel)
+    on_grid = [(name, planted_fault.on_grid(base[name], x, 1, 0.5).contiguous()) for name, x in merged]
+    if parallel.rank == 0:
+        huggingface.save_model(iter(on_grid), folder)
+    torch.distributed.barrier()
+    plain, _ = adapted.load(folder, parallel)
+    tokens, mask = adapted.my_rows(reference.tokens(), parallel)
+    micro = SimpleNamespace(tokens=tokens, mask=mask, packing=None)
+    right, wrong = right_and_wrong("coarse_passes=1")
+    return {
+        "right": right(policy, micro)[0].detach(),
+        "coarse": wrong(policy, micro)[0].detach(),
+        "on the grid": megatron_model.token_logprobs(plain, tokens, mask, parallel)[0].detach(),
+    }
+
+
+def test_coarse_passes_compute_with_the_weights_of_a_coarse_push(tmp_path: Path) -> None:
+    path, folder = reference.save("qwen3_moe", tmp_path / "model"), tmp_path / "on_grid"
+    folder.mkdir()
+    shutil.copy(path / "config.json", folder)
+    for layout, answers in world.in_layouts(LAYOUTS, coarse_log_probs, path, folder).items():
+        for logp in answers:
+            torch.testing.assert_close(logp["coarse"], logp["on the grid"], rtol=0, atol=2e-5, msg=layout)
+            assert (logp["right"] - logp["on the grid"]).abs().mean() > 0.01, layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"model__dtype": "bf16", "rollout__sync": "merged"}, "bf16, merged, False, False"),
+        ({"model__recompute": True}, "fp32, auto, False, True"),
+        ({"rollout__expert_parallel": True}, "fp32, auto, True, False"),
+    ],
+)
+@pytest.mark.parametrize("fault", ["coarse=1", "coarse_passes=1"])
+def test_what_does_not_go_with_a_merge_on_a_grid_is_refused(fault: str, changes, found: str, tmp_path: Path) -> None:
+    _, wrong = right_and_wrong(fault)
+    settings = {"model__recompute": False} | changes
+    policy = SimpleNamespace(cfg=training.config(tmp_path, tmp_path, **settings))
+    with pytest.raises(InputError, match=f"model.recompute: {found}; needed with a fault that merges on a grid: fp32"):
+        wrong(policy, None)
+
+
 @pytest.fixture
 def model(sampled_models) -> Model:
     return sampled_models("qwen3")
@@ -247,6 +414,7 @@ def test_an_engine_that_cannot_be_disturbed_is_refused(fault: str) -> None:
         ("flips=1", "found 'flips=1'; needed: flips, which takes no value"),
         ("rounded=5", "found 'rounded=5'; needed: rounded=VALUE, a value like 3|4|8"),
         ("noise=-1", "found 'noise=-1'; needed: noise=VALUE, a value like "),
+        ("coarse=x", "found 'coarse=x'; needed: coarse=VALUE, a value like -?"),
     ],
 )
 def test_an_unknown_fault_is_refused_in_one_line(text: str, message: str, capsys: pytest.CaptureFixture) -> None:
@@ -303,3 +471,18 @@ def test_faults_of_pushes_and_evaluations_do_in_a_training_what_they_say(tmp_pat
         assert metrics == same_metrics  # the rounded policy is evaluated, and nothing else changes
         assert right[0] == altered[0] and right[1:] != altered[1:]
         assert records.planted_fault(command) == fault
+
+
+@pytest.mark.nightly
+def test_merges_on_a_grid_repeat_to_the_byte_and_need_both_sides_for_one_policy(tmp_path: Path) -> None:
+    script, gaps = "checks/planted_fault.py", {}
+    for fault in ("coarse=1", "coarse_passes=1", "coarse=1+coarse_passes=1+altered_evaluation"):
+        _, metrics, _ = train(tmp_path, script, fault)
+        gaps[fault] = max(json.loads(line)["rollout/logp_gap_mean"] for line in metrics.splitlines())
+    sampler_alone, trainer_alone, both = gaps.values()
+    assert both < 1e-5 < 1e-2 < min(sampler_alone, trainer_alone)
+    folders = tmp_path / "first", tmp_path / "second"
+    first, second = (train(folder, script, "coarse_stochastic=1")[1:] for folder in folders)
+    assert first == second
+    _, fixed, _ = train(folders[0], script, "coarse_fixed=1")
+    assert fixed != first[0]
