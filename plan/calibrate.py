@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, float]:
     InputError for another file, or none.
     """
     if not path.is_file():
-        raise InputError(f"--calibrate: there is no file {path}; needed: the timing.jsonl of a run")
+        raise InputError(f"--calibrate: there is no file {path}; give the timing.jsonl of a run")
     rows = [row for row in read_lines(path) if "timing/step_s" in row]
     timing = {}
     for name in READ:
@@ -44,7 +44,7 @@ def read(path: Path) -> dict[str, float]:
             timing[name] = statistics.median(values)
     lacking = [name for name in NEEDED if not timing.get(name)]
     if lacking:
-        raise InputError(f"{path}: no {', '.join(lacking)}; needed: the timing.jsonl of a run with a finished step")
+        raise InputError(f"{path}: no {', '.join(lacking)} in it; give the timing.jsonl of a run with a finished step")
     return timing
 
 
@@ -62,7 +62,7 @@ def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, floa
     stay within what a device can do: a share of at most 1, and no negative seconds.
     """
     if setting.device == "cpu":
-        raise InputError("--calibrate: the plan of a CPU has no measured constants; needed: device npu or cuda")
+        raise InputError("--calibrate: the plan of a CPU has no measured constants; set device to npu or cuda")
     no_overhead = dataclasses.replace(
         setting.hardware, training_share=1.0, graph_layer_seconds=0.0, eager_layer_seconds=0.0
     )

@@ -177,7 +177,7 @@ Probe = Callable[[Machine], Found]
 
 def files(paths: Sequence[str], machine: Machine) -> Found:
     missing = [f"/{path}" for path in paths if not (machine.root / path).exists()]
-    return not missing, f"not there: {', '.join(missing)}" if missing else "there"
+    return not missing, f"missing: {', '.join(missing)}" if missing else "present"
 
 
 def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
@@ -234,14 +234,14 @@ def same_release(plugin: str, base: str, machine: Machine) -> Found:
     """A plugin is of the release of the package that it extends: 2.10.0.post4 belongs to 2.10.0+cpu."""
     versions = [machine.version(name) or "" for name in (plugin, base)]
     releases = {tuple(re.findall(r"\d+", version)[:3]) for version in versions}
-    return len(releases) == 1, f"{plugin} {versions[0]} beside {base} {versions[1]}"
+    return len(releases) == 1, f"{plugin} {versions[0]} with {base} {versions[1]}"
 
 
 def versions(machine: Machine) -> Found:
     wanted = version_set(machine)
     here = {name: machine.version(name) or "not found" for name in wanted}
     other = [name for name in wanted if not variables.matches(here[name], wanted[name])]
-    wrong = [f"{name} {here[name]} in place of {' or '.join(wanted[name])}" for name in other]
+    wrong = [f"{name} {here[name]} instead of {' or '.join(wanted[name])}" for name in other]
     return not other, ", ".join(wrong or [f"{name} {version}" for name, version in here.items()])
 
 
@@ -259,7 +259,7 @@ def chip(machine: Machine) -> Found:
     kinds = {variables.chip_kind(name) for name in names} - {None}
     chips = [f"{kind} (image {variables.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
     is_right = built is None or kinds <= {built}
-    return is_right, f"vllm-ascend is built for {built}, npu-smi names {', '.join(chips) or 'no known chip'}"
+    return is_right, f"vllm-ascend is built for {built}, npu-smi lists {', '.join(chips) or 'no known chip'}"
 
 
 # ----------------------------------------------------------------------------------------------------- probes: devices
@@ -295,7 +295,7 @@ def devices(machine: Machine) -> Found:
     memory = json.loads(output.splitlines()[-1])  # libraries may print lines of their own before
     used = [(total - free) / GIB for free, total in memory]
     taken = [f"{gib:.0f} GiB of device {number}" for number, gib in enumerate(used) if gib > 4]
-    found = f"torch counts {len(memory)}; taken by others: {', '.join(taken) or 'nothing'}"
+    found = f"torch counts {len(memory)}; in use by others: {', '.join(taken) or 'nothing'}"
     return len(memory) >= machine.devices_wanted and not taken, found
 
 
@@ -323,7 +323,7 @@ def ports_reserved(machine: Machine) -> Found:
     outgoing = port_numbers("-".join(machine.text("proc/sys/net/ipv4/ip_local_port_range").split()))
     reserved = port_numbers(machine.text("proc/sys/net/ipv4/ip_local_reserved_ports"))
     lent = [str(port) for port in hccl_ports(machine) if port in outgoing and port not in reserved]
-    return not lent, f"free, but the system lends {first_three(lent)} to outgoing connections" if lent else "free"
+    return not lent, f"free, but the system gives {first_three(lent)} to outgoing connections" if lent else "free"
 
 
 def own_address(machine: Machine) -> Found:
@@ -403,7 +403,7 @@ def main_memory(machine: Machine) -> Found:
         return True, "not known on this system"
     gib = int(available[1]) * 1024 / GIB
     needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process had 0.65; 2 is a guess
-    return gib >= needed, f"{gib:.1f} GiB available, {needed:.1f} wanted by the processes"
+    return gib >= needed, f"{gib:.1f} GiB available, the processes need {needed:.1f}"
 
 
 def disk(machine: Machine) -> Found:
@@ -417,7 +417,7 @@ def disk(machine: Machine) -> Found:
     one = checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness) / GIB
     needed = one * (cfg.train.keep_last + 1) + 0.5
     free = machine.free_bytes(Path(cfg.train.out_dir)) / GIB
-    return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, {needed:.1f} wanted by checkpoints and logs"
+    return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, checkpoints and logs need {needed:.1f}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -464,7 +464,7 @@ SOURCE = (
 NPU = "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere"
 CUDA = "pip install --no-deps -r requirements/cuda.txt"
 REBUILD = "docker pull quay.io/ascend/vllm-ascend:<image>, or build it here with COMPILE_CUSTOM_KERNELS=1 (docs/npu.md)"
-INTERFACE = "INTERFACE=<its own name on each machine> bash run_2node.sh"
+INTERFACE = "INTERFACE=<the name on each machine> bash run_2node.sh"
 NO_EXPANDABLE = "unset PYTORCH_NPU_ALLOC_CONF PYTORCH_ALLOC_CONF"
 CONNECT, EXECUTE = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"
 UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in variables.MUST_BE_OFF)
@@ -499,17 +499,17 @@ QUICK = (
     Row(
         "cuda", "torch", partial(installed, "torch", lambda version: "+cu" in version), "a build for CUDA", "fail", CUDA
     ),
-    Row("npu", "packages", packages, "all that the code imports", "fail", NPU),
-    Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both of one release", "fail", NPU),
-    Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both of one release", "fail", NPU),
-    Row("npu", "packages", versions, "those of a set in VERSION_SETS, facts/variables.py", "warn", NPU),
-    Row("cuda", "packages", packages, "all that the code imports", "fail", CUDA),
-    Row("cuda", "packages", versions, "those of CUDA_SET, facts/variables.py", "warn", CUDA),
+    Row("npu", "packages", packages, "every package that the code imports", "fail", NPU),
+    Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both from the same release", "fail", NPU),
+    Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both from one release", "fail", NPU),
+    Row("npu", "packages", versions, "the versions of a set in VERSION_SETS, facts/variables.py", "warn", NPU),
+    Row("cuda", "packages", packages, "every package that the code imports", "fail", CUDA),
+    Row("cuda", "packages", versions, "the versions of CUDA_SET, facts/variables.py", "warn", CUDA),
     Row(
         "npu",
         "triton",
         partial(installed, "triton", lambda version: version in ("", "?")),
-        "only the folder of triton-ascend, in which triton for CUDA lies now",
+        "only the folder of triton-ascend, which now contains triton for CUDA",
         "fail",
         f"pip uninstall -y triton triton-ascend && {NPU}",
     ),
@@ -517,7 +517,7 @@ QUICK = (
         "npu",
         "dies",
         partial(files, ["dev/davinci_manager", "dev/devmm_svm", "dev/hisi_hdc"]),
-        "for every process",
+        "all of them, because every process opens them",
         "fail",
         "start the container again with --device= and the path of each",
     ),
@@ -525,7 +525,7 @@ QUICK = (
         "npu",
         "dies",
         dies_present,
-        "one for each rank, or all 16 of a server",
+        "one die for each rank, or all 16 of a server",
         "fail",
         "npu-smi info on the host; start the container again with --device=/dev/davinci<number> for each",
     ),
@@ -533,7 +533,7 @@ QUICK = (
         "npu",
         "dies",
         dies_visible,
-        "one for each rank, in /dev, in ascending order: CANN silently drops the rest",
+        "one die for each rank, in /dev, in ascending order (CANN silently drops the others)",
         "fail",
         "unset ASCEND_RT_VISIBLE_DEVICES",
     ),
@@ -541,7 +541,7 @@ QUICK = (
         "npu",
         "dies",
         dies_are_neighbours,
-        "no gaps: the two dies of a card (2n, 2n + 1) share the fastest link",
+        "no gaps, because the two dies of a card (2n, 2n + 1) share the fastest link",
         "warn",
         "unset ASCEND_RT_VISIBLE_DEVICES, unless this is intended",
     ),
@@ -549,7 +549,7 @@ QUICK = (
         "npu",
         "RANK_TABLE_FILE",
         partial(setting, "RANK_TABLE_FILE", not_),
-        "not set: HCCL would take the ranks of that file, perhaps of another cluster",
+        "no value, because HCCL would take the ranks of that file, perhaps of another cluster",
         "fail",
         "unset RANK_TABLE_FILE",
     ),
@@ -559,7 +559,7 @@ QUICK = (
         own_address,
         "an address of this machine",
         "fail",
-        "ADDRESS=<this machine's own> bash run_2node.sh, or unset HCCL_IF_IP",
+        "ADDRESS=<the address of this machine> bash run_2node.sh, or unset HCCL_IF_IP",
     ),
     Row("npu", "HCCL's interface", partial(interface, "HCCL_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
     Row("npu", "gloo's interface", partial(interface, "GLOO_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
@@ -567,7 +567,7 @@ QUICK = (
         "npu machines",
         "addresses of dies",
         partial(files, ["etc/hccn.conf"]),
-        "a file that several machines read",
+        "this file, which a run on several machines reads",
         "warn",
         "docker run ... -v /etc/hccn.conf:/etc/hccn.conf",
     ),
@@ -576,16 +576,16 @@ QUICK = (
         "npu",
         CONNECT,
         partial(seconds, CONNECT, 600, 7200),
-        "600 s: ranks are further apart while they load (EI0006)",
+        "600 s or more, because ranks are further apart while they load (EI0006)",
         "warn",
         variables.advice(CONNECT),
     ),
-    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "seconds", "fail", variables.advice(EXECUTE)),
+    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "a number of seconds", "fail", variables.advice(EXECUTE)),
     Row(
         "npu",
         EXECUTE,
         partial(seconds, EXECUTE, 1, 2**31),
-        "1 s or more: 0 waits for ever",
+        "1 s or more; with 0 a rank waits forever",
         "warn",
         variables.advice(EXECUTE),
     ),
@@ -593,7 +593,7 @@ QUICK = (
         "npu run",
         "time-outs",
         order_of_timeouts,
-        "the last above the others, whose messages say which rank is missing",
+        "the last above the others, because their messages name the missing rank",
         "warn",
         "parallel.timeout_seconds=<300 more than the others>",
     ),
@@ -601,7 +601,7 @@ QUICK = (
         "npu",
         "HCCL_OP_EXPANSION_MODE",
         aiv_timeout,
-        "1091 s at most with AIV",
+        "at most 1091 s with AIV",
         "fail",
         "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091",
     ),
@@ -613,12 +613,12 @@ QUICK = (
         "warn",
         "unset HCCL_OP_EXPANSION_MODE until a first run works",
     ),
-    Row("npu", "allocator", one_allocator, "one of them, or torch_npu refuses", "fail", "unset PYTORCH_ALLOC_CONF"),
+    Row("npu", "allocator", one_allocator, "one of them; torch_npu refuses both", "fail", "unset PYTORCH_ALLOC_CONF"),
     Row(
         "npu vllm",
         "allocator",
         allocator_of_vllm,
-        "PYTORCH_NPU_ALLOC_CONF: vLLM 0.23 starts programs with both, which torch_npu refuses",
+        "PYTORCH_NPU_ALLOC_CONF, because vLLM 0.23 starts programs with both variables, which torch_npu refuses",
         "fail",
         'export PYTORCH_NPU_ALLOC_CONF="$PYTORCH_ALLOC_CONF" && unset PYTORCH_ALLOC_CONF',
     ),
@@ -626,7 +626,7 @@ QUICK = (
         "npu graphs",
         "allocator",
         no_expandable_segments,
-        "without expandable_segments, which vLLM's memory pools exclude",
+        "no expandable_segments, because vLLM's memory pools exclude them",
         "fail",
         f"{NO_EXPANDABLE}, or rollout.enforce_eager=true",
     ),
@@ -634,7 +634,7 @@ QUICK = (
         "npu vllm",
         "allocator",
         no_expandable_segments,
-        "without expandable_segments, which vLLM's sleep mode refuses",
+        "no expandable_segments, because vLLM's sleep mode refuses them",
         "warn",
         f"{NO_EXPANDABLE}, unless memory is fragmented",
     ),
@@ -650,7 +650,7 @@ QUICK = (
         "npu",
         "ASCEND_LAUNCH_BLOCKING",
         partial(setting, "ASCEND_LAUNCH_BLOCKING", lambda value: value != "1"),
-        "not 1, which makes every launch wait, for debugging",
+        "not 1, with which every launch waits, for debugging",
         "warn",
         "unset ASCEND_LAUNCH_BLOCKING",
     ),
@@ -658,11 +658,11 @@ QUICK = (
         "npu",
         "vLLM variables",
         vllm_variables,
-        "none of a launcher (each rank would be rank 0 of an engine of its own), and none that moves or tiles weights",
+        "none of a launcher (each rank would be rank 0 of a separate engine), and none that moves or tiles weights",
         "fail",
         UNSET_VLLM,
     ),
-    Row("accelerator", "open files", open_files, "32768", "warn", "ulimit -n 32768"),
+    Row("accelerator", "open files", open_files, "32768 or more", "warn", "ulimit -n 32768"),
 )
 
 # Examined before a training only: these rows start programs, try ports, or look at memory and disk.
@@ -671,7 +671,7 @@ SLOW = (
         "npu",
         "libascendcl",
         partial(python, "import ctypes; ctypes.CDLL('libascendcl.so')"),
-        "a library of CANN",
+        "this CANN library",
         "fail",
         SOURCE,
     ),
@@ -679,20 +679,20 @@ SLOW = (
         "npu",
         "libhccl",
         partial(python, "import ctypes; ctypes.CDLL('libhccl.so')"),
-        "a library of CANN",
+        "this CANN library",
         "fail",
         SOURCE,
     ),
     Row(
-        "npu", "libatb", partial(python, "import ctypes; ctypes.CDLL('libatb.so')"), "a library of CANN", "fail", SOURCE
+        "npu", "libatb", partial(python, "import ctypes; ctypes.CDLL('libatb.so')"), "this CANN library", "fail", SOURCE
     ),
     Row("npu", "acl", partial(python, "import acl"), "CANN's module for Python", "fail", SOURCE),
-    Row("npu vllm", "chip", chip, "the same kind", "fail", REBUILD),
+    Row("npu vllm", "chip", chip, "the same kind of chip", "fail", REBUILD),
     Row(
         "npu vllm",
         "vLLM kernels",
         partial(python, "import vllm_ascend.vllm_ascend_C"),
-        "a build that has them",
+        "a build that has these kernels",
         "warn",
         REBUILD,
     ),
@@ -708,25 +708,25 @@ SLOW = (
         "npu",
         "devices",
         devices,
-        "one for each rank, with free memory",
+        "one device for each rank, with free memory",
         "fail",
-        "npu-smi info shows whose processes there are; unset ASCEND_RT_VISIBLE_DEVICES",
+        "npu-smi info lists the processes there; unset ASCEND_RT_VISIBLE_DEVICES",
     ),
     Row(
         "cuda",
         "devices",
         devices,
-        "one for each rank, with free memory",
+        "one device for each rank, with free memory",
         "fail",
-        "nvidia-smi shows whose processes there are; unset CUDA_VISIBLE_DEVICES; docker run --gpus all",
+        "nvidia-smi lists the processes there; unset CUDA_VISIBLE_DEVICES; docker run --gpus all",
     ),
     Row(
         "npu",
         "HCCL ports",
         ports_free,
-        "ports that no other process has (EJ0003, EI0019)",
+        "ports that no other process uses (EJ0003, EI0019)",
         "fail",
-        "ss -ltnp shows whose they are; or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
+        "find the processes with ss -ltnp, or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
     ),
     Row(
         "npu",
@@ -734,7 +734,7 @@ SLOW = (
         ports_reserved,
         "ports that the host reserves",
         "warn",
-        "on the host: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60050, or the range that you have set",
+        "on the host: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60050, or the range that you set",
     ),
     Row(
         "npu",
@@ -745,8 +745,8 @@ SLOW = (
         "apt-get install libjemalloc2; the run scripts preload it where it is installed",
     ),
     Row("", "/dev/shm", shared_memory, "1 GiB", "warn", "docker run --shm-size=64g"),
-    Row("", "memory", main_memory, "room for all ranks", "warn", "--ranks <fewer>, or a machine with more"),
-    Row("run", "disk", disk, "room for them", "fail", "train.out_dir=<a larger disk>, or train.keep_last=1"),
+    Row("", "memory", main_memory, "memory for all ranks", "warn", "use --ranks <fewer>, or a machine with more"),
+    Row("run", "disk", disk, "space for them", "fail", "set train.out_dir=<a larger disk>, or train.keep_last=1"),
 )
 
 
@@ -776,14 +776,14 @@ def quick(cfg: Config) -> None:
 def main(arguments: list[str]) -> int:
     """Examine this machine, and if a configuration is named, for its run."""
     parser = command_line(
-        "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that is meant to go on this machine"
+        "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that you plan on this machine"
     )
-    parser.add_argument("--ranks", type=int, help="processes on this machine")
+    parser.add_argument("--ranks", type=int, help="number of processes on this machine")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_intermixed_args(arguments)
     cfg = load_config(args.config, args.overrides) if args.config else None
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
-        raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
+        raise InputError(f"--ranks: {args.ranks} is out of range; give a whole number from 1 to {MOST_RANKS}")
     machine = Machine(run=cfg, ranks=args.ranks)
     findings = examine(machine, QUICK + SLOW)
     levels = [finding.level for finding in findings]

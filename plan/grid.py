@@ -71,10 +71,10 @@ def of(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_n
 
 PURPOSE = {
     "tensor": "splits attention, vocabulary, dense and shared experts",
-    "data": "same shard of those, other sequences; sums their LoRA gradients",
-    "expert": "splits the experts of a layer; every token goes there and back",
+    "data": "same shard of these, other sequences; sums their LoRA gradients",
+    "expert": "splits the experts of each layer; every token is sent there and back",
     "expert_data": "same experts; sums their LoRA gradients",
-    "rollout": "one copy of the model that samples",
+    "rollout": "one copy of the model, for sampling",
 }
 
 

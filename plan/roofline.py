@@ -392,6 +392,6 @@ def assumptions(
         f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
         f"a layer of a decode step takes at least {graphs} us with graphs and {eager} us without, "
         f"a launch {launch} us, "
-        f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
+        f"prompts of {prompt:g} and completions of {completion:g} tokens on average, at most {longest:g}; "
         f"{dropped * (dynamic_rounds > 0)}{answers * (turn_seconds > 0)}an estimate, not a measurement"
     )

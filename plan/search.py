@@ -101,8 +101,8 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])
         reasons.append(
-            f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB on a rank, margin included, of "
-            f"{capacity / GIB:.1f}; the largest parts: {largest}"
+            f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB per rank, margin included, more than the "
+            f"{capacity / GIB:.1f} of the device; the largest parts: {largest}"
         )
     return Verdict(cfg, layout, reasons, memory, timed)
 
