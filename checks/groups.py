@@ -111,7 +111,7 @@ def refuse(parallel: ParallelConfig, ranks: int) -> None:
     """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
     for key, size in {"tensor": parallel.tensor, "expert": parallel.expert}.items():
         if ranks % size:
-            raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
+            raise InputError(f"parallel.{key}: {size} does not divide the {ranks} started ranks; choose a divisor")
 
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:

@@ -42,7 +42,7 @@ def ask(
     """
     rank = parallel_setup.check_launch()
     if args.config is None:
-        raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
+        raise InputError("CONFIG: missing; give a YAML file, e.g. configs/qwen3.yaml")
     cfg = config.load_config(args.config, args.overrides)
     refuse(cfg, parallel_setup.launched_world_size())
     with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:

@@ -273,16 +273,16 @@ def judged(figures: dict, experts: list[dict]) -> str:
     rules = (
         (
             max(figures["gap_by_replica"]) <= bound and figures["gap_mean"] <= bound,
-            f"sampler and trainer differ by {figures['gap_mean']:.2g} nats a token, at most {bound:g} expected "
+            f"sampler and trainer differ by {figures['gap_mean']:.2g} nats per token, at most {bound:g} is allowed "
             f"(samplers {odd['replica']} of {len(figures['gap_by_replica'])}, trainers on rank "
             f"{odd['rank']} of {len(figures['gap_by_rank'])})",
         ),
         (not (wrong := wrong_merge(figures["experts_wrong"])), wrong),
-        (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
+        (not apart, f"tokens of {len(apart)} of {len(experts)} experts have a larger median gap, first: {listed}"),
         (
             figures["gap_without_adapters"] > bound,
-            f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats, so this check "
-            f"would not show adapters that do not reach the sampler; needed: more than {bound:g}",
+            f"with the adapters off, the trainer differs by only {figures['gap_without_adapters']:.2g} nats, so this "
+            f"check would not show adapters that do not reach the sampler; more than {bound:g} is needed",
         ),
         (
             all(row["right"] for row in figures["sampling"]),
@@ -299,15 +299,15 @@ def judged(figures: dict, experts: list[dict]) -> str:
 def as_text(figures: dict) -> list[str]:
     """The figures for a reader, line by line."""
     lines = [
-        f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats a token "
-        f"between sampler and trainer, at most {figures['bound']:g} expected; half of the tokens at most "
-        f"{figures['gap_median']:.2g}, the largest {figures['gap_largest_token']:.2g}",
-        f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats",
+        f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats per token "
+        f"between sampler and trainer, at most {figures['bound']:g} is allowed; the median token differs by "
+        f"{figures['gap_median']:.2g}, the largest by {figures['gap_largest_token']:.2g}",
+        f"with the adapters off, the trainer differs by {figures['gap_without_adapters']:.2g} nats",
     ]
     if figures["experts"]:
         lines.append(f"{figures['experts_judged']} of {figures['experts']} experts had {LEAST_TOKENS} tokens or more")
     for row in figures["experts_most_apart"][:1]:
-        lines[-1] += f"; median gap of one's tokens at most {row['gap']:.2g}, of the others {row['others']:.2g}"
+        lines[-1] += f"; the most different has a median gap of {row['gap']:.2g}, other tokens {row['others']:.2g}"
     lines += [row["text"] for row in figures["sampling"]]
     return lines + [f"WRONG: {figures['wrong']}"] * bool(figures["wrong"])
 
@@ -344,7 +344,7 @@ def main(arguments: list[str]) -> int:
         "--folder",
         required=True,
         type=text_option,
-        help="the two layers are written there, and removed at the end",
+        help="folder where the two layers are written; it is removed at the end",
     )
     args = parser.parse_intermixed_args(arguments)
     return launched.ask(args, refuse, lambda cfg, parallel: answer(cfg, parallel, Path(args.folder)))

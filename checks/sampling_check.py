@@ -89,9 +89,9 @@ def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replic
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])
     least = FALSE_ALARM / (replicas + 1)
     rows = [
-        ("p of a chi-square of each sampler's first tokens", chi_square(first, logp, replicas), least),
-        (f"p of {repeated} completions that repeat an earlier one, {expected:.4g} expected", [p_value], least),
-        ("share of each sampler's first tokens that the same seeds give again", same.mean((0, 2)).tolist(), SAME_AGAIN),
+        ("p-value of a chi-square test of each sampler's first tokens", chi_square(first, logp, replicas), least),
+        (f"p-value of {repeated} completions that repeat an earlier one, {expected:.4g} expected", [p_value], least),
+        ("share of each sampler's first tokens that the same seeds repeat", same.mean((0, 2)).tolist(), SAME_AGAIN),
     ]
     return [
         {

@@ -33,16 +33,16 @@ def main(arguments: list[str]) -> int:
         default=default,
         help="default: configs/tiny_cpu.yaml, device auto",
     )
-    parser.add_argument("--ranks", type=int, help="on a CPU: compare so many ranks; default: 1 and 2")
+    parser.add_argument("--ranks", type=int, help="on a CPU, compare this many ranks; default: 1 and 2")
     args = parser.parse_intermixed_args(arguments)
     overrides = args.overrides or (["device=auto"] if args.config == default else [])
     cfg, _ = resolve_config(args.config, overrides, layout=False)
     if importlib.util.find_spec("pytest") is None:
-        raise InputError("pytest: not installed; needed: the packages of requirements/ for this machine")
+        raise InputError("pytest: not installed; install the packages of requirements/ for this machine")
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]
     if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all; the first one prints them
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    print(f"self-test on device {cfg.device}: tests/machines/on_device, a dot a test (docs/checks.md)")
+    print(f"self-test on device {cfg.device}: tests/machines/on_device, a dot per test (docs/checks.md)")
     os.chdir(ROOT)
     pytest = [sys.executable, "-m", "pytest", "tests/machines/on_device", "--device", cfg.device, *ranks, *OPTIONS]
     sys.stdout.flush()
