@@ -158,15 +158,15 @@ def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int
     ``ready``: the engine has a whole model. ``positions``: the most tokens that one row may have.
     """
     if not ready:
-        raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
+        raise InputError("sample: there are no usable weights; load the whole model with load_weights first")
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
+            raise InputError(f"sample: prompt {i} is empty; give at least one token")
         if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
             raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
         if len(prompt) + max_new_tokens > positions:
             raise InputError(
-                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {max_new_tokens} exceeds the "
+                f"sample: prompt {i} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} this exceeds the "
                 f"{positions} positions of the engine"
             )
 
@@ -176,10 +176,10 @@ def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...
     if name not in shapes:
         raise InputError(f"load_weights: {name} is not a tensor of this model")
     if name in seen:
-        raise InputError(f"load_weights: {name} came twice")
+        raise InputError(f"load_weights: {name} was pushed twice")
     if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
         raise InputError(
-            f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; needed: floating point {shapes[name]}"
+            f"load_weights: {name} is {tensor.dtype} {tuple(tensor.shape)}; push floating point {shapes[name]}"
         )
 
 
@@ -194,7 +194,7 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
     if missing:
         raise InputError(
             f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(seen)} found); "
-            f"needed: {'the whole model' if whole else 'whole fused groups'}"
+            f"push {'the whole model' if whole else 'whole fused groups'}"
         )
 
 
@@ -207,8 +207,8 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
         for token, logp in zip(one.tokens, one.logp, strict=True):
             if logp == -math.inf:
                 return (
-                    f"sample: token {token} was drawn, whose probability is 0. This is a fault of the sampler; when "
-                    "vllm-ascend before 0.30.0rc2 draws by itself, it draws such ids (vllm-ascend 13394)"
+                    f"sample: token {token} was drawn, although its probability is 0. This is a fault of the sampler; "
+                    "vllm-ascend before 0.30.0rc2 draws such ids when it draws by itself (vllm-ascend 13394)"
                 )
             if not math.isfinite(logp):
                 return (

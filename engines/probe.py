@@ -66,7 +66,7 @@ class Probe:
         ours = layer_outputs(self.policy.model, prompt, self.parallel)
         theirs = self.engine.layer_outputs(prompt)
         if not theirs:
-            return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
+            return "the layer is not known; set rollout.enforce_eager=true, because a graph hides its layers"
         ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
         sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
         differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
@@ -74,7 +74,7 @@ class Probe:
         for layer, difference in enumerate(by_rank.unbind(1)):
             wrong = (~(difference <= bound)).nonzero().flatten().tolist()
             if wrong:
-                ranks = "" if len(wrong) == len(difference) else f", on rank {', '.join(map(str, wrong))} alone"
+                ranks = "" if len(wrong) == len(difference) else f", only on rank {', '.join(map(str, wrong))}"
                 share = f"{difference.max():.2g} of its largest value"
                 return f"layer {layer} is the first whose output differs, by {share}{ranks}"
         return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"

