@@ -37,7 +37,7 @@ def int4_problem(arch: Architecture) -> str:
     """Why int4 cannot hold the experts of ``arch``; "" if it can."""
     for what, inputs in {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}.items():
         if inputs % INT4_GROUP:
-            return f"model.quantisation: int4 with {what} {inputs}; needed: a multiple of {INT4_GROUP}"
+            return f"model.quantisation: int4 cannot store {what} {inputs}, no multiple of {INT4_GROUP}; set it to none"
     return ""
 
 

@@ -65,8 +65,8 @@ class Packed:
         """Itself; InputError that names ``name`` if it stands for numbers that are not finite. Codes start at -8."""
         if not (self.scales.float() * 8).to(self.dtype).isfinite().all():
             raise InputError(
-                f"{name}: in int4 its scales hold values that are not finite, or give such weights in "
-                f"{str(self.dtype).removeprefix('torch.')}; needed: other weights, or model.quantisation none"
+                f"{name}: in int4 its scales, or the weights that they give, have values that are not finite in "
+                f"{str(self.dtype).removeprefix('torch.')}; use other weights, or set model.quantisation to none"
             )
         return self
 

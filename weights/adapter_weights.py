@@ -90,7 +90,7 @@ def scatter(
         value = piece(name, factor, wholes[whole_name], arch, parallel)
         negative = ending == ".exp_avg_sq" and bool((value < 0).any())
         if not value.isfinite().all() or negative:
-            raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
+            raise InputError(f"checkpoint: {whole_name} has a number that is not finite, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
 
@@ -101,10 +101,10 @@ def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
         if name not in wholes:
             fault = "is missing"
         elif name not in shapes:
-            fault = "is not what lora.targets trains in this model"
+            fault = "is not trained by lora.targets in this model"
         elif tuple(wholes[name].shape) != shapes[name] or wholes[name].dtype != torch.float32:
             fault = (
-                f"has shape {list(wholes[name].shape)} of {wholes[name].dtype}, the model needs {list(shapes[name])}"
+                f"has shape {list(wholes[name].shape)} of {wholes[name].dtype}; the model needs {list(shapes[name])}"
             )
         else:
             continue
@@ -190,7 +190,7 @@ def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Ten
     refuse_unfit(factors, shapes, where)
     for name, factor in factors.items():
         if not factor.isfinite().all():
-            raise InputError(f"{where}: {name} holds values that are not finite")
+            raise InputError(f"{where}: {name} has values that are not finite")
     return factors
 
 

@@ -110,7 +110,7 @@ def _remove_old(folder: Path, step: int, keep_last: int) -> None:
             try:
                 _discard(path)
             except OSError as error:
-                print(f"warning: {path}: an old checkpoint that cannot be removed: {error.strerror}", flush=True)
+                print(f"warning: {path}: this old checkpoint cannot be removed: {error.strerror}", flush=True)
 
 
 def verify(path: Path, only: str | None = None) -> None:
@@ -119,7 +119,7 @@ def verify(path: Path, only: str | None = None) -> None:
     With ``only``, the files of other kinds of tensors are not read.
     """
     if not path.is_dir():
-        raise InputError(f"{path}: no such checkpoint")
+        raise InputError(f"{path}: no such checkpoint; give the folder of one")
     checksums = read_object(path / "checksums.json")
     present = {file.name for file in path.iterdir()} - {"checksums.json"}
     for name in sorted(present | checksums.keys() | {"state.json"}):
@@ -130,7 +130,7 @@ def verify(path: Path, only: str | None = None) -> None:
         if only and name.endswith(".safetensors") and name != f"{only}.safetensors":
             continue
         if sha256_file(path / name) != checksums[name]:
-            raise InputError(f"{path / name}: corrupted: its sha256 is not the one it was saved with")
+            raise InputError(f"{path / name}: corrupted: its sha256 differs from the saved one")
 
 
 def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpoint:
@@ -144,9 +144,9 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
     about = read_object(path / "state.json", ("step", "config", "state"))
     kinds = {"step": int, "config": dict, "state": dict}
     if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
-        raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
+        raise InputError(f"{path / 'state.json'}: {odd[0]} is {shown(about[odd[0]])}, which no run saves")
     if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
-        raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(path.name[5:])}")
+        raise InputError(f"{path / 'state.json'}: says step {about['step']} in a folder of step {int(path.name[5:])}")
     if wrong := mismatch(about["step"], about["config"], about["state"]):
         raise InputError(f"{path / 'state.json'}: {wrong}")
     tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
@@ -164,8 +164,8 @@ def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
     if 0 <= step <= most and optimizer_steps == expected:
         return ""
     return (
-        f"found step {step}, optimizer_steps {shown(optimizer_steps)}; needed: at most train.steps {most} steps of "
-        f"{prompts} // {update} optimizer steps, {expected} in all"
+        f"step {step} and optimizer_steps {shown(optimizer_steps)} do not fit: a run has at most train.steps {most} "
+        f"steps of {prompts} // {update} optimizer steps, here {expected} in all"
     )
 
 
@@ -185,8 +185,8 @@ def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """Raises InputError that lists the keys of ``config`` that differ from the checkpoint's, but must not."""
     if refused := changes_at_resume(checkpoint.config, config)[0]:
         raise InputError(
-            f"{checkpoint.path}: changed since: {'; '.join(refused[:10])}; needed: the old values to "
-            f"continue it (train.resume={checkpoint.run_dir}), or train.resume=never or another name to begin anew"
+            f"{checkpoint.path}: saved with other values: {'; '.join(refused[:10])}; restore them to continue this run "
+            f"(train.resume={checkpoint.run_dir}), or start a new one with train.resume=never or another name"
         )
 
 
@@ -228,7 +228,7 @@ def find_resumable(
     if not newer_is_finished:
         check_resume(changed, config)  # raises InputError
     changes = changes_at_resume(changed.config, config)[0]
-    say(f"note: {changed.run_dir}: not finished, and left: {'; '.join(changes[:10])}")
+    say(f"note: {changed.run_dir}: not finished, and not continued because of changes: {'; '.join(changes[:10])}")
     return None
 
 
@@ -240,10 +240,10 @@ def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -
     except BlockingIOError:
         if not changed_keys(read_file(of_last_start(run_dir, "config.yaml")), config):
             raise InputError(
-                f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
-                "needed: end it, wait for it, or train.resume=never to begin another run beside it"
+                f"{run_dir}: a live process is writing this run (ranks can outlive a torchrun that was killed); "
+                "end it, wait for it, or start another run with train.resume=never"
             ) from None
-        say(f"{run_dir}: not resumed: a live process writes it")
+        say(f"{run_dir}: not resumed: a live process is writing it")
     except OSError as error:
-        say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
+        say(f"{run_dir}: not resumed: {error.strerror}; if no process is writing it, set train.resume={run_dir}")
     return None

@@ -148,7 +148,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     for path in _weight_files(Path(model_dir)):
         of_this_file = read_tensors(path)
         if twice := of_this_file.keys() & stored.keys():
-            raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
+            raise InputError(f"{path}: {min(twice)} is also in another file of this directory; keep one of them")
         stored |= of_this_file
     stored = by_expert(stored)
     if problems := _misfits(stored, tensor_shapes(arch)):
@@ -166,7 +166,7 @@ def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) ->
     for name in (name for name in expected if name in stored):
         shape, dtype = stored[name].shape, str(stored[name].dtype).removeprefix("torch.")
         if shape != expected[name]:
-            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
+            problems.append(f"{name} has shape {list(shape)}, but config.json needs {list(expected[name])}")
         elif dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
     return problems
@@ -188,18 +188,18 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
             for block, rows in zip(blocks, matrix.tensor_split(len(blocks)), strict=True):
                 split[f"{layer}.mlp.experts.{expert}.{block}.weight"] = rows
     if twice := single.keys() & split.keys():
-        raise InputError(f"model.path: {min(twice)} is there alone, and in the tensor of all experts; needed: one")
+        raise InputError(f"model.path: {min(twice)} is stored alone and in the tensor of all experts; keep one of them")
     return single | split
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
     """Return the files of the weights. InputError for an adapter or other weights beside them: which ones are meant?"""
     if adapters := sorted(path.name for path in model_dir.glob("adapter_*") if path.suffix in ADAPTER_ENDINGS):
-        raise InputError(f"{model_dir}: {adapters[0]}: holds a LoRA adapter beside the weights; merge it or remove it")
+        raise InputError(f"{model_dir}: {adapters[0]}: is a LoRA adapter next to the weights; merge it or remove it")
     index = model_dir / "model.safetensors.index.json"
     there = {path.name for path in model_dir.glob("*.safetensors")}
     if not there:
-        raise InputError(f"model.path: no *.safetensors in {model_dir}; pickled files (*.bin) are never opened")
+        raise InputError(f"model.path: no *.safetensors in {model_dir}; convert the weights (*.bin is never opened)")
     if index.exists():
         try:
             named = set(read_object(index, ("weight_map",))["weight_map"].values())
@@ -209,7 +209,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
             raise InputError(f"{index}: names {min(map(str, missing))}, which is not in {model_dir}")
         if others := sorted(there - named):
             raise InputError(
-                f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; needed: one set"
+                f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; keep one set"
             )
     return [model_dir / name for name in sorted(there)]
 
@@ -246,7 +246,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
         value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{model_dir}: {' or '.join(names)} holds values that are not finite in {dtype}")
+            raise InputError(f"{model_dir}: {' or '.join(names)} has values that are not finite in {dtype}")
         if isinstance(stored, Packed):
             packed = quantise(value.to(stored.codes.device))
             stored.copy_(packed.checked(f"{model_dir}: {' or '.join(names)}"))

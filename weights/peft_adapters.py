@@ -199,7 +199,7 @@ def _pattern(text: str) -> re.Pattern:
     try:
         return re.compile(rf"(.*\.)?({text})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"no regular expression ({error})") from None
+        raise ValueError(f"not a regular expression ({error})") from None
 
 
 Pattern = Annotated[re.Pattern, BeforeValidator(_pattern)]
@@ -234,7 +234,7 @@ def read_settings(folder: Path) -> Settings:
     content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
         if content.get(key, plain[0]) not in plain:
-            raise InputError(f"{path}: {key} is {content[key]!r}; needed: {plain[0]!r}")
+            raise InputError(f"{path}: {key} is {content[key]!r}; give an adapter with {plain[0]!r}")
     return validated(Settings, content, path)
 
 
@@ -253,10 +253,10 @@ def read(folder: Path, arch: Architecture) -> Pairs:
                     f"{path}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
                 )
             if name in pairs:
-                raise InputError(f"{path}: {name} is adapted twice; needed: one pair for each matrix")
+                raise InputError(f"{path}: {name} is adapted twice; keep one pair for each matrix")
             pairs[name] = pair
     if not any(pair.b.any() for pair in pairs.values()):
-        raise InputError(f"{path}: every B is 0, or there is none; needed: an adapter that has been trained")
+        raise InputError(f"{path}: every B is 0, or there is none; give an adapter that has been trained")
     return pairs
 
 
@@ -266,12 +266,12 @@ def _factors(path: Path) -> dict[str, list[Tensor]]:
     for name, factor in sorted(read_tensors(path).items()):
         match = FACTOR.fullmatch(name)
         if not match:
-            raise InputError(f"{path}: {name} is no LoRA factor; needed: {PREFIX}MODULE.lora_A.weight or .lora_B")
+            raise InputError(f"{path}: {name} is no LoRA factor; name it {PREFIX}MODULE.lora_A.weight or .lora_B")
         if not (factor.is_floating_point() and factor.float().isfinite().all()):
-            raise InputError(f"{path}: {name}: found {factor.dtype} values that are not all finite real numbers")
+            raise InputError(f"{path}: {name} has {factor.dtype} values that are not all finite real numbers")
         found.setdefault(match[1], []).append(factor.float())
     if alone := [module for module, factors in found.items() if len(factors) == 1]:
-        raise InputError(f"{path}: {alone[0]}: lora_A or lora_B is there without its other factor")
+        raise InputError(f"{path}: {alone[0]} has only one of lora_A and lora_B; give both factors")
     return found
 
 
@@ -283,12 +283,12 @@ def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     copies = arch.num_experts if is_stack else 1
     if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
-        raise InputError(f"{where}: lora_A is {tuple(a.shape)}, and lora_B {tuple(b.shape)}; needed: a pair")
+        raise InputError(f"{where}: lora_A is {tuple(a.shape)} and lora_B {tuple(b.shape)}; give two that form a pair")
     is_down = (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
     fused = "down_proj" if is_down else "gate_up_proj"
     name, rank = f"{block}.{fused}" if is_stack else module, len(a) // copies
     if rank != (needed := _of_pattern(settings.rank_pattern, name, settings.r)):
-        raise InputError(f"{where}: its factors have the rank {rank}; {SETTINGS} says {needed}")
+        raise InputError(f"{where}: its factors have rank {rank}, but {SETTINGS} says {needed}")
     alpha = _of_pattern(settings.alpha_pattern, name, settings.lora_alpha)
     scale = alpha / (rank**0.5 if settings.use_rslora else rank)
     if not is_stack:

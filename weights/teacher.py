@@ -32,7 +32,7 @@ def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """
     folder, own = teacher.folder(cfg.loss.teacher), list(adapted_modules(arch, cfg.lora))
     if not teacher.files(cfg.loss.teacher):
-        raise InputError(f"loss.teacher: {folder} holds no adapter; name a run, a checkpoint or a PEFT folder")
+        raise InputError(f"loss.teacher: {folder} has no adapter; give a run, a checkpoint or a PEFT folder")
     pairs = peft_adapters.read(folder, arch) if teacher.is_peft(folder) else _pairs_of(folder, cfg.model, arch)
     ours = {name.removesuffix(".weight") for adapted in own for name in adapted.names(slice(None))}
     if more := pairs.keys() - ours:
@@ -79,7 +79,7 @@ def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
     if (theirs.model.dtype, theirs.model.quantisation) != (own.dtype, own.quantisation):
         raise InputError(
             f"loss.teacher: {folder} was trained with model.dtype {theirs.model.dtype}, model.quantisation "
-            f"{theirs.model.quantisation}; this run has {own.dtype}, {own.quantisation}; name one with the same"
+            f"{theirs.model.quantisation}; this run has {own.dtype}, {own.quantisation}; give one with the same"
         )
     modules = list(adapted_modules(arch, theirs.lora))
     return pairs_of(modules, read_factors(saved, modules), theirs.lora.alpha)
@@ -97,17 +97,17 @@ def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
     saved = {} if teacher.is_peft(folder) else read_object(folder / "checksums.json")
     for name, checksum in inputs["teacher"].items():
         if saved.get(name, checksum) != checksum:
-            raise InputError(f"loss.teacher: {folder / name}: corrupted: its sha256 is not the one it was saved with")
+            raise InputError(f"loss.teacher: {folder / name}: corrupted: its sha256 differs from the saved one")
     theirs = recorded_base(folder) if own else {}
     for name in sorted(theirs.keys() | own.keys() if theirs else ()):
         if (name in SAME or name.endswith(".safetensors")) and theirs.get(name) != own.get(name):
-            raise InputError(f"loss.teacher: {folder} was trained with another {name}; name one of the same base model")
+            raise InputError(f"loss.teacher: {folder} was trained with another {name}; give one of the same base model")
 
 
 def describe(named: str) -> str:
     """Return a line that names the teacher, and says if its base model cannot be compared."""
     folder = teacher.folder(named)
-    unknown = "" if recorded_base(folder) else "; it does not record its base model, which therefore is not compared"
+    unknown = "" if recorded_base(folder) else "; it does not record its base model, so this is not compared"
     return f"teacher: {folder}{unknown}"
 
 

@@ -79,12 +79,12 @@ def exists(folder: Path, wanted: dict) -> bool:
     except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
-            "needed: another path, or no tiny_model section"
+            "give another path, or remove the tiny_model section"
         ) from None
     if changed := [key for key, value in flatten(wanted).items() if key not in old or old[key] != value]:
         raise InputError(
             f"model.path: {folder} was made with another {', '.join(f'{key} ({old.get(key)})' for key in changed)}; "
-            f"needed: another model.path, or delete {folder}"
+            f"give another model.path, or delete {folder}"
         )
     return True
 
@@ -132,7 +132,7 @@ def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
     except BlockingIOError:
         return "wait"
     except OSError as error:
-        print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
+        print(f"{path}: {error.strerror}; make sure that only one process makes {folder}", flush=True)
     return "done" if exists(folder, wanted) else "make"
 
 
@@ -149,7 +149,7 @@ def _make(
     with whole_folder(folder) if parallel.rank == 0 else nullcontext():
         if parallel.rank == 0:
             print(
-                f"making {folder}: {tiny.warm_start_steps} supervised steps, which are kept when all are done",
+                f"making {folder}: {tiny.warm_start_steps} supervised steps, which are saved only when all are done",
                 flush=True,
             )
             write_random_model(unfinished, tiny, data, wanted["config"])
