@@ -2,19 +2,19 @@
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --values                                       every value that a run would read
-    python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
-    python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
-    python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
-    python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
-    python preflight.py --adapter DIR --stack PROGRAM             does it apply an adapter? (checks/adapter_check.py)
+    python preflight.py CONFIG --fastest [--ranks N]                       the fastest layouts (plan/search.py)
+    python preflight.py CONFIG --calibrate TIMING               with the speed of a finished run (plan/calibrate.py)
+    python preflight.py CONFIG --dry-run [--rank R] [--json]              run a step without data (checks/dry_run.py)
+    python preflight.py --doctor [CONFIG]                                     examine this machine (plan/doctor.py)
+    python preflight.py --adapter DIR --stack PROGRAM        does a program apply an adapter? (checks/adapter_check.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
-Without one of these options it prints the layout of the ranks and their groups, the batch equation, the bytes of a rank
-in every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused; the nearest
-layouts that fit are listed. 2: the input cannot be used. The plan does not import torch. --groups tests and times the
-process groups (checks/groups.py), --operators the kernels at the model's sizes (checks/kernels_check.py), --layers two
-layers in trainer and sampler (checks/layers_check.py).
+Without one of these options it prints the layout of the ranks and their groups, the batch equation, a rank's bytes in
+every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused, and the nearest
+layouts that fit are listed. 2: the input cannot be used. The plan does not import torch.
+--groups tests and times the process groups (checks/groups.py), --operators the kernels at the model's sizes
+(checks/kernels_check.py), and --layers two layers in trainer and sampler (checks/layers_check.py).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+# With PYTHONSAFEPATH or `python -P`, Python does not search the folder of this file.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from facts.architectures import Architecture
@@ -44,7 +44,7 @@ from plan.search import Setting, Verdict, alternatives, fastest, judge, override
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
-    """The report as one object, in bytes and seconds. If a rule is broken there are no groups and no bytes."""
+    """Return the report as one object, in bytes and seconds. If a rule is broken, it has no groups and no bytes."""
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",
@@ -106,9 +106,9 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
 def as_text(
     verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], by_time: bool
 ) -> str:
-    """The report for a reader. ``started``: number of ranks -> the script that starts so many.
+    """Return the report for a reader. ``started`` maps a number of ranks to the script that starts this many.
 
-    ``by_time``: ``others`` are the fastest layouts of these ranks, in place of the nearest that fit.
+    If ``by_time`` is true, ``others`` are the fastest layouts of these ranks instead of the nearest that fit.
     """
     lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.times is not None:
@@ -151,7 +151,7 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _shared(number: int, ranks: int, kind: str, what: str) -> str:
-    """``number`` things over ``ranks``. With an uneven share the run works, and some ranks wait."""
+    """Describe how ``ranks`` share ``number`` things. With an uneven share the run works, and some ranks wait."""
     most = -(-number // ranks)
     uneven = "" if number % ranks == 0 else f" at most (uneven: {number} / {ranks})"
     return f"{ranks} {kind}{'s' * (ranks > 1)} of {most} {what}{uneven}"
@@ -211,7 +211,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
-    """plan/update_kept.py's shares; empty if the trainer does not compute with merged bf16 weights."""
+    """Return the shares of plan/update_kept.py, or none if the trainer does not compute with merged bf16 weights."""
     cfg = verdict.cfg
     if cfg.merging < Merging.PASSES:
         return {}
@@ -228,7 +228,7 @@ def _kept_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:
-    """A change that would shorten ``phase``: the first one of a table whose condition holds."""
+    """Return a change that would shorten ``phase``: the first one of a table whose condition holds."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
     table = (
@@ -250,7 +250,7 @@ def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, ph
 
 # --------------------------------------------------------------------------------------------------------- the command
 
-OTHER_QUESTIONS = {  # option -> its question; each has a command line of its own
+OTHER_QUESTIONS = {  # option -> its help; each option has a separate command line
     "--dry-run": "run a rank's step at its real size without data, and show what it stores, computes and sends",
     "--doctor": "show what is wrong with this machine",
     "--groups": "under torchrun: test and time the process groups",
@@ -262,9 +262,9 @@ OTHER_QUESTIONS = {  # option -> its question; each has a command line of its ow
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """The exit code of one of the other questions. Most of them import torch."""
+    """Answer one of the other questions and return the exit code. Most of them import torch."""
     if option in ("--doctor", "--dry-run") and os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun one process is enough
+        return 0  # under torchrun, one process is enough
     if option == "--doctor":
         from plan import doctor
 
@@ -273,8 +273,8 @@ def answer(option: str, arguments: list[str]) -> int:
         from checks import self_test
 
         return self_test.main(arguments)
-    if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
-        paths = str(ROOT), os.environ.get("PYTHONPATH")  # which may hold the packages
+    if option == "--dry-run":  # in a separate process: it changes torch, and no installed backend may load
+        paths = str(ROOT), os.environ.get("PYTHONPATH")  # it may contain the packages
         environment = os.environ | {
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -298,7 +298,7 @@ LARGEST = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; InputError for a number that is out of range."""
+    """Return the parsed command line. Raises InputError for a number that is out of range."""
     parser = command_line("preflight.py", __doc__, nargs="?")
     parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout allows")
     parser.add_argument("--ranks-per-node", type=int, default=16, help="devices of one server")
@@ -324,7 +324,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: it fits. 1: it is refused. 2: the input cannot be used."""
+    """Run the command. Exit code 0: the run fits. 1: it is refused. 2: the input cannot be used."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:
@@ -341,7 +341,7 @@ def for_first_hour(cfg: Config, device: str, ranks: int) -> str:
 def setting_of(
     args: argparse.Namespace, cfg: Config, arch: Architecture, device: str, ranks: int, timing: dict[str, float]
 ) -> Setting:
-    """Return what the command line says of the machine and the lengths, calibrated if there is a ``timing``."""
+    """Return the machine and the lengths that the command line describes, calibrated if there is a ``timing``."""
     mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
     hardware = HARDWARE[device]
     setting = Setting(
