@@ -1,7 +1,7 @@
 """Settings of vllm-ascend that a run needs or refuses, by the sources of 0.23.0 and 0.30.0rc2. Not run on an NPU yet.
 
-tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN.
-Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
+tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN. Weights are pushed into plain
+tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from facts import variables
 from facts.architectures import Architecture
 from facts.exits import InputError
 
-CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
+CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph uses some of the few streams
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a function that does nothing
 
 
@@ -30,10 +30,10 @@ def check_environment(device_type: str) -> None:
 
 
 def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
-    """Raise InputError where MC2's buffer is too small for the tokens of a decoding step.
+    """Raise InputError if MC2's buffer is too small for the tokens of a decoding step.
 
-    ``tokens``: the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
-    HCCL_BUFFSIZE. Formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
+    ``tokens`` is the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
+    HCCL_BUFFSIZE. The formula is from CANN's documentation of aclnnMoeDistributeDispatchV2.
     """
 
     def up(size: int, block: int) -> int:
@@ -51,13 +51,13 @@ def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
 
 
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:
-    """The arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
+    """Return the arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
     sizes = [size for size in CAPTURE_SIZES if size < max_sequences] + [max_sequences]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return {
         "additional_config": {
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
-            "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
+            "enable_cpu_binding": False,  # it would pin this process, which is also the trainer
         },
         **({} if enforce_eager else {"compilation_config": graphs}),
     }
@@ -65,7 +65,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """Inside the block, torch.compile is torch's own if graphs are captured. Afterwards it is restored."""
+    """Use torch's own torch.compile in this block if graphs are captured, and restore the other one afterwards."""
     found = torch.compile
     wanted = found if enforce_eager else TORCH_COMPILE
     if wanted is not found and wanted.__module__ != "torch":
