@@ -121,7 +121,7 @@ def device_of(device: str, root: Path = Path("/")) -> str:
 
 
 def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
-    """Return a whole node of an accelerator, or on a CPU the smallest number that all parallel sizes divide."""
+    """Return the ranks of a whole node, or on a CPU the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
     layout = of(parallel, rollout, 1)

@@ -56,7 +56,7 @@ def equal_rows(number: float, prompt: float, completion: float, group: float = 1
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
-    """Return the operations of one forward pass: linear layers, attention, and the head, for completions alone."""
+    """Return a forward pass's operations: linear layers, attention, and the head, which only completions reach."""
     head = 2 * arch.vocab_size * arch.hidden_size
     return {
         "layers": rows.tokens * (2 * active_parameters(arch) - head),

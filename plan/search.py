@@ -123,9 +123,9 @@ def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setti
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """Return the accepted layouts nearest to a refused one, or none if ``refused`` has no reasons against it.
 
-    Layouts on no more ranks than requested come first, then memory and estimated time count. All have the requested
-    number of ranks. If none of these fits, the list has the nearest layout of each other number. The search changes
-    first the layout, then also recompute, then also the micro-batch.
+    The layouts have the requested number of ranks. If none of them fits, other numbers are tried, and the list has the
+    nearest layout of each. Layouts on no more ranks than requested come first, then memory and estimated time decide.
+    The search changes first the layout, then also recompute, then also the micro-batch.
     """
     if not refused.reasons:
         return []

@@ -95,9 +95,9 @@ class Policy:
             yield hf_name(name, self.arch), whole
 
     def gathered(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the same on the host of rank 0, or None on other ranks; or ``values`` with the factors' shapes.
+        """Yield the same tensors on the host of rank 0, and None on the other ranks.
 
-        The device has one tensor at a time.
+        ``values`` with the factors' shapes may replace the factors. The device has one tensor at a time.
         """
         for name, value in (self.factors if values is None else values).items():
             factor = self.factors[name]

@@ -105,7 +105,7 @@ def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
 
 
 def describe(named: str) -> str:
-    """Return a line that names the teacher, and says whether its base model cannot be compared."""
+    """Return a line that names the teacher, and says if its base model cannot be compared."""
     folder = teacher.folder(named)
     unknown = "" if recorded_base(folder) else "; it does not record its base model, so this is not compared"
     return f"teacher: {folder}{unknown}"
