@@ -234,7 +234,7 @@ def read_settings(folder: Path) -> Settings:
     content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
         if content.get(key, plain[0]) not in plain:
-            raise InputError(f"{path}: {key} is {content[key]!r}; give an adapter with {plain[0]!r}")
+            raise InputError(f"{path}: {key} is {content[key]!r}; give an adapter in which it is {plain[0]!r}")
     return validated(Settings, content, path)
 
 

@@ -725,7 +725,7 @@ def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_pa
     (tmp_path / "probes" / "expected.json").write_text(json.dumps(expected))
     for stack, said in (
         ("peft", "the base differs by"),
-        ("pefd", "found pefd; needed: transformers, "),
+        ("pefd", "pefd is unknown; give transformers, "),
         ("trainer", "CONFIG: missing"),
         ("/nowhere/merged", "no merged model (config.json) in /nowhere/merged"),
         ("/nowhere/{}", "no merged model (config.json) in /nowhere/{}"),
@@ -763,7 +763,10 @@ def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: changed_settings(folder, use_dora=True), "use_dora is True; needed: False"),
+        (
+            lambda folder: changed_settings(folder, use_dora=True),
+            "use_dora is True; give an adapter in which it is False",
+        ),
         (lambda folder: changed_settings(folder, base_model_name_or_path="gone"), "its base model is gone"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "no config.yaml; needed: a run folder"),
         (
