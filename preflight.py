@@ -181,7 +181,7 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     times, longest = verdict.times, verdict.cfg.rollout.max_new_tokens
-    mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
+    mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "the maximum"
     lines = [
         "",
         f"estimated step: {times.step} s, expected {three_digits(times.total)} s, if answers have {mean} of {longest} "
