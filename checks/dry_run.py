@@ -2,14 +2,15 @@
 
     python preflight.py CONFIG --dry-run [section.key=value ...] [--ranks N] [--rank R] [--layers L] [--json]
 
-The trainer's own code builds rank R of the layout and runs the phases of a step. Its tensors have a shape and no
-storage, its collectives do nothing, and the kernels take the branches of the configured device. The micro-batch is the
-fullest that the plan allows: rows of one prompt token and completion tokens. The tokens are spread evenly over the
-experts, and once more with the planned imbalance. The figures are compared with those of the plan; exit code 1 if one
-of them differs by more than 10 %. All ranks hold the same amount, so rank 0 is as full as any.
+The trainer's code builds rank R of the layout and runs the phases of a step. Its tensors have a shape and no storage,
+its collectives do nothing, and the kernels take the branches of the configured device. The micro-batch is the fullest
+that the plan allows: rows of one prompt token and completion tokens. The tokens are spread evenly over the experts, and
+once more with the planned imbalance.
+The figures are compared with those of the plan; the exit code is 1 if one of them differs by more than 10 %. All ranks
+need the same amount, so rank 0 is as full as any.
 
-What stays unknown: workspaces of kernels, buffers of HCCL, fragmentation, numerics, speed, and the engine.
-preflight.py starts this file in a process of its own, because it changes torch.
+What stays unknown: workspaces of kernels, buffers of HCCL, fragmentation, numerics, speed, and the engine. preflight.py
+starts this file in a separate process, because it changes torch.
 """
 
 import contextlib
@@ -70,18 +71,18 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
         meter.groups = _group_names(parallel)
-        # The stand-in of a GPU has another type, and rows are packed on the host.
+        # The stand-in for a GPU has another type, and rows are packed on the host.
         stack.enter_context(mock.patch.object(kernels, "on_gpu", lambda device: kind == "cuda"))
         stack.enter_context(mock.patch.object(routing_replay, "collect", _routes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(dry_run_device.Answers(scored=done.rows * (done.length - 1)))
         stack.enter_context(meter)
-        kernels._causal_mask.cache_clear()  # of an earlier run
+        kernels._causal_mask.cache_clear()  # may have entries of an earlier run
         kernels._scalar.cache_clear()
         gc.collect()
-        gc.freeze()  # later collections look at the objects of the step alone
+        gc.freeze()  # later collections look only at the objects of the step
         stack.callback(gc.unfreeze)
-        gc.disable()  # it runs at random moments
+        gc.disable()  # it would run at random moments
         stack.callback(gc.enable)
         _step(done, parallel, meter)
     done.phases = {name.replace("old_logp", "old policy"): phase for name, phase in meter.phases.items()}
@@ -89,13 +90,13 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
 
 
 def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
-    """Load, push, update and save."""
+    """Load, push, update and save, as a step does."""
     cfg = _of_one_micro_batch(done)
     with meter.phase("load"):
-        with (  # as by train_grpo.wire, of stand-ins for tensors
+        with (  # as train_grpo.wire does, with tensors that have no data
             mock.patch.object(torch.nn.Module, "to", dry_run_device.moved),
             mock.patch.object(huggingface, "read_model", lambda folder, arch: dry_run_device.tensors_of(arch)),
-            mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # draws numbers on the host
+            mock.patch.object(lora_megatron, "_initialise_", lambda *args: None),  # it would draw numbers on the host
         ):
             policy = Policy.load(cfg, done.arch, parallel)
         learner = _Learner(cfg, policy, pad_token=0)
@@ -120,10 +121,10 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
 
 
 def _group_names(parallel: Parallel) -> dict[str, str]:
-    """torch's name of a group -> ours."""
+    """Return torch's name of a group -> ours."""
     from megatron.core import parallel_state
 
-    counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over it
+    counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over this group
     names = {counts.group_name: "expert counts"}
     names |= {group.group_name: name for name, group in parallel.groups().items()}
     return names | {dist.group.WORLD.group_name: "all ranks, on the host"}
@@ -133,9 +134,9 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
 
 
 class _Engine:
-    """Takes what is pushed. Its memory does not count.
+    """An engine that accepts every push. Its memory does not count.
 
-    It holds the tensors of a fused group until it is complete, as vLLM does unless each rank pushes its own shards.
+    It keeps the tensors of a fused group until the group is complete, as vLLM does unless each rank pushes its shards.
     """
 
     def __init__(self, policy: Policy, layout: grid.RankGrid, meter: Meter) -> None:
@@ -143,7 +144,7 @@ class _Engine:
         self.own_stacks: dict[str, Stack] = {}
 
     def stacks(self) -> dict[str, Stack]:
-        """The stacks of experts, for an engine that has any."""
+        """Return the stacks of experts, for an engine that has any."""
         arch, parallel = self.policy.arch, self.policy.parallel
         whole = self.layout.engine_expert == 1
         experts = range(arch.num_experts) if whole else huggingface.own_experts(arch, parallel)
@@ -170,7 +171,7 @@ class _Engine:
 
 
 def _push(policy: Policy, engine: Any) -> Push:
-    """What pushes to ``engine``, without the slow first push of the whole model. The next push follows an update."""
+    """Return a push to ``engine``, without the slow first push of the whole model. The next push follows an update."""
     with (
         mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
@@ -186,12 +187,12 @@ def _push(policy: Policy, engine: Any) -> Push:
 
 
 class _Learner(Learner):
-    """A learner after its first steps, which packs real rows and tells the meter where its passes begin."""
+    """A learner after its first steps. It packs real rows and tells the meter where its passes begin."""
 
     def tell(self, meter: Meter) -> None:
-        """Tell ``meter`` of the passes from now on."""
+        """Tell ``meter`` about the passes from now on."""
         self.meter = meter
-        self.reference_gap = 0.0  # the first update alone compares the reference
+        self.reference_gap = 0.0  # only the first update compares the reference
         if self.cfg.loss.teacher:
             self.teacher = self.policy.copied_factors()
         self.stale_factors.extend(self.policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
@@ -203,7 +204,7 @@ class _Learner(Learner):
         return result
 
     def _prepare(self, *args) -> Update:
-        """Packing reads values, so real rows are packed on the host; then the device gets tensors of these shapes."""
+        """Pack real rows on the host, because packing reads values; then give the device tensors of these shapes."""
         fake = torch._guards.detect_fake_mode()
         device = self.parallel.device
         on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))
@@ -217,7 +218,7 @@ class _Learner(Learner):
 
 
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
-    """Bytes that this rank holds during an update, apart from activations."""
+    """Return the bytes that this rank stores during an update, apart from activations."""
     adapters = meter.size_of(learner.parameters)
     tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
     moments = [moment for each in learner.moments.values() for moment in each.values()]
@@ -232,36 +233,37 @@ def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
 
 
 def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
-    """The passes and the optimizer step of one micro-batch."""
+    """Run the passes and the optimizer step of one micro-batch."""
     with _disable_current_modes():
         batch = _rollout(done.rows * done.layout.data, done.length - 1)
         advantages = torch.zeros(len(batch.lengths))
-    # One update a step needs no pass of the old policy, but a step of the configuration may have several updates.
-    if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # under r2, update makes this pass
+    # With one update per step, no pass of the old policy is needed, but the configuration may have several updates per
+    # step.
+    if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # with r2, update makes this pass
         (micro,) = learner._prepare(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
         with meter.phase("old_logp"):
             learner._logp(micro)
         del micro
-    learner.update(batch, [], advantages, 0, cast(StepTimer, meter))  # of a timer it takes `phase` alone
+    learner.update(batch, [], advantages, 0, cast(StepTimer, meter))  # it uses only `phase` of the timer
 
 
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
-    """routing_replay.collect without an engine: sequence -> (row length - 1, L, K)."""
+    """Replace routing_replay.collect without an engine: sequence -> (row length - 1, L, K)."""
     shape = (sum(arch.moe_layers), arch.experts_per_token)
     return {s: torch.zeros(n, *shape, dtype=torch.uint8) for s, n in enumerate(batch.lengths)}
 
 
 def fullest_rows(room: int, row_tokens: int, tensor: int) -> tuple[int, int]:
-    """How many rows one full micro-batch has on every data rank, and their length with one prompt token.
+    """Return how many rows a full micro-batch has on every data rank, and their length with one prompt token.
 
-    ``room``: memory.packed_tokens. ``tensor`` ranks split a row.
+    ``room`` is memory.packed_tokens. ``tensor`` ranks split a row.
     """
     rows = max(1, room // row_tokens)
     return rows, room // rows // tensor * tensor
 
 
 def _rollout(sequences: int, new: int) -> Rollout:
-    """So many completions of ``new`` tokens to a prompt of one."""
+    """Return a rollout of ``sequences`` completions of ``new`` tokens to a prompt of one token."""
     return Rollout(
         prompts=[[1]],
         tokens=torch.ones(sequences, new, dtype=torch.int64),
@@ -275,7 +277,7 @@ def _rollout(sequences: int, new: int) -> Rollout:
 
 
 def _of_one_micro_batch(done: DryRun) -> Config:
-    """The configuration with a step of one update of one micro-batch, and without noise."""
+    """Return the configuration with a step of one update of one micro-batch, and without noise."""
     group_size, row_tokens = done.cfg.rollout.group_size, done.cfg.row_tokens
     tokens = memory.micro_batch_tokens(done.cfg.optim, done.layout, group_size, row_tokens)
     return done.cfg.changed(
@@ -291,11 +293,11 @@ def _of_one_micro_batch(done: DryRun) -> Config:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Exit code 0: the plan's figures are confirmed. 1: one differs, or the step does not run. 2: unusable input."""
+    """Run it. Exit code 0: the plan is confirmed. 1: a figure differs, or a step fails. 2: unusable input."""
     parser = command_line("preflight.py --dry-run", __doc__)
-    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout takes")
-    parser.add_argument("--rank", type=int, default=0, help="which rank; all of them hold the same amount")
-    parser.add_argument("--layers", type=int, help="only so many layers of the model")
+    parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout allows")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to run; all of them need the same memory")
+    parser.add_argument("--layers", type=int, help="use only this many layers of the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(arguments)
     cfg, _ = resolve_config(args.config, args.overrides, layout=False)
@@ -309,9 +311,9 @@ def main(arguments: list[str]) -> int:
         ("--layers", num_layers, 1, arch.num_layers),
     ):
         if not least <= value <= most:
-            raise InputError(f"{name}: found {shown(value)}; needed: {least} to {most}")
+            raise InputError(f"{name}: {shown(value)} is out of range; give {least} to {most}")
     if kind == "cuda" and cfg.model.dtype == "fp32":
-        raise InputError("model.dtype: found fp32, which on cuda multiplies by numbers of a router; needed: bf16")
+        raise InputError("model.dtype: fp32 on cuda needs the numbers of a router, but there are none; set it to bf16")
     refuse_first(broken_rules(cfg, arch, ranks))
     arch = dataclasses.replace(arch, num_layers=num_layers, moe_layers=arch.moe_layers[:num_layers])
     dry_run_device.open_device(kind)
@@ -323,7 +325,7 @@ def main(arguments: list[str]) -> int:
         return 0 if agree else 1
     print(f"{cfg.name}: dry run of rank {args.rank} of {ranks}, {arch.num_layers} layers, model from {source}")
     print(as_text(done, rows))
-    print(f"\nall within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
+    print(f"\nall figures within {WITHIN:.0%}, weights exact" if agree else "\nthe plan is wrong where it says DIFFERS")
     return 0 if agree else 1
 
 

@@ -1,10 +1,11 @@
-"""A device without storage for the dry run: tensors that are only a shape, and what else the trainer asks of it.
+"""A device without storage for the dry run: tensors that are only a shape, and everything else that the trainer calls.
 
-It stands for an NPU or a GPU. The operators of torch_npu are shapes and what autograd keeps for their backward pass,
-which is what decides memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those of the
-real package. A GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda; the
-shapes of its operators are torch's own. Collectives do nothing, values that decide what happens next are made up, and
-Megatron's dispatcher gets token counts from a plan instead of from a router.
+It replaces an NPU or a GPU. The operators of torch_npu are reduced to shapes and to what autograd keeps for their
+backward pass, which decides the memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those
+of the real package.
+A GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda. The shapes of its
+operators are torch's. Collectives do nothing, values that decide what happens next are made up, and Megatron's
+dispatcher gets token counts from a plan instead of from a router.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ from hardware import device as devices
 from knobs import ParallelConfig
 
 aten = torch.ops.aten
-STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for a query of a head, twice
-# kind of device -> the type of the tensors that stand for it. torch keeps the name cuda for itself.
+STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for each query of a head, twice
+# kind of device -> the type of the tensors that replace its own. torch reserves the name cuda.
 STAND_IN = {"cpu": "cpu", "npu": "npu", "cuda": "cuda_stand_in"}
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -114,9 +115,9 @@ GRADIENTS: dict[str, tuple[Callable, Callable]] = {
 
 
 def open_device(kind: str) -> None:
-    """Give this process the device type that stands for ``kind``. It cannot be undone.
+    """Give this process the device type that replaces ``kind``. This cannot be undone.
 
-    For an NPU it gets a torch_npu with the operators of hardware/kernels.py, too.
+    For an NPU the process also gets a torch_npu with the operators of hardware/kernels.py.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -141,7 +142,7 @@ def open_device(kind: str) -> None:
 
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) -> Iterator[parallel_setup.Parallel]:
-    """This process as one rank of a world that does not exist. Collectives do nothing."""
+    """Make this process one rank of a world that does not exist in this block. Collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -159,7 +160,7 @@ def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) 
 
 
 def _stand_for_cuda(device: torch.device) -> None:
-    """Megatron's calls of torch.cuda, which on an NPU torch_npu or MindSpeed would redirect."""
+    """Replace Megatron's calls of torch.cuda, which on an NPU torch_npu or MindSpeed would redirect."""
     devices.redirect_cuda()
     vars(torch.cuda)["current_device"] = lambda: device
     devices.import_megatron(device)
@@ -172,11 +173,11 @@ def _stand_for_cuda(device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------ what needs data
 
 
-ANSWER = "dry_run_answer"  # attribute of a flag: the value that it stands for
+ANSWER = "dry_run_answer"  # attribute of a flag: its made-up value
 
 
 class Answers(TorchDispatchMode):
-    """Answers what depends on values, for tensors that have none.
+    """Answers questions about values, for tensors that have none.
 
     Numbers are 1 or 0, no flag is set, all weights are finite, and ``scored`` tokens reach the head.
     """
@@ -191,7 +192,7 @@ class Answers(TorchDispatchMode):
             return _value(args[0])
         if operator is aten.equal:
             return True
-        if operator is aten.nonzero:  # token_logprobs: where the mask is 1
+        if operator is aten.nonzero:  # in token_logprobs: where the mask is 1
             return args[0].new_empty((self.scored, args[0].dim()), dtype=torch.int64)
         if operator is aten._grouped_mm and args[0].dtype == torch.float32:  # works, but not without data
             x, weight, ends = args[:3]
@@ -204,23 +205,23 @@ class Answers(TorchDispatchMode):
 
 
 def _value(tensor: Tensor) -> bool | float:
-    """The made-up value of a tensor of one number."""
+    """Return the made-up value of a tensor with one number."""
     if hasattr(tensor, ANSWER):
         return getattr(tensor, ANSWER)
-    constant = getattr(tensor, "constant", None)  # of torch.tensor(number)
+    constant = getattr(tensor, "constant", None)  # exists for torch.tensor(number)
     if constant is not None:
         return constant.item()
     return False if tensor.dtype == torch.bool else float(tensor.is_floating_point())
 
 
 def routed(imbalance: float) -> contextlib.AbstractContextManager:
-    """A context in which this rank's experts get ``imbalance`` x the mean number of rows from Megatron's dispatcher."""
+    """Return a context in which this rank's experts get ``imbalance`` x the mean rows from Megatron's dispatcher."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     preprocess = Dispatcher.preprocess
 
     def planned(self, routing_map: Tensor) -> Tensor:
-        """Megatron's own, then counts as arrays of numpy: Megatron reads them like tensors on the host."""
+        """Call Megatron's method, then set counts as arrays of numpy, which Megatron reads like tensors on the host."""
         counts = preprocess(self, routing_map)
         ranks, parts, local = self.ep_size, self.tp_size, self.num_local_experts
         sent = _even(routing_map.shape[0] * self.config.moe_router_topk, ranks)
@@ -242,12 +243,12 @@ def routed(imbalance: float) -> contextlib.AbstractContextManager:
 
 
 def _even(total: int, shares: int) -> list[int]:
-    """``total`` as that many whole numbers that differ by at most 1."""
+    """Split ``total`` into ``shares`` whole numbers that differ by at most 1."""
     return [total // shares + (place < total % shares) for place in range(shares)]
 
 
 def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """torch's Module.to for a model without data: each parameter on the host is replaced by one on ``device``."""
+    """Replace each parameter on the host by one on ``device``, as torch's Module.to, for a model without data."""
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is not None and old.device.type != device.type:
@@ -259,5 +260,5 @@ def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def tensors_of(arch: Architecture) -> dict[str, Tensor]:
-    """What huggingface.read_model gives, without data: every tensor of the model in bf16 on the host."""
+    """Return what huggingface.read_model returns, without data: every tensor of the model in bf16 on the host."""
     return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(arch).items()}

@@ -1,4 +1,4 @@
-"""What a process does at torch's dispatcher in each phase: bytes that are alive, operations, launches, collectives."""
+"""Counts at torch's dispatcher in each phase: bytes that are alive, operations, launches, collectives."""
 
 import contextlib
 import weakref
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
-# Calls that give a tensor of the device, or a value of one, and start no kernel, apart from the views that torch marks.
+# Calls that return a tensor of the device, or a value of one, but start no kernel. (torch itself marks views.)
 NO_LAUNCH = (
     aten.empty,
     aten.empty_like,
@@ -31,7 +31,7 @@ NO_LAUNCH = (
 
 @dataclass
 class Phase:
-    """What the meter has seen of a phase, over all its parts."""
+    """The counts of a phase, over all its parts."""
 
     peak: int = 0  # bytes that are alive at its fullest moment
     flops: int = 0  # floating-point operations
@@ -41,45 +41,45 @@ class Phase:
 
 
 class Meter(TorchDispatchMode):
-    """Counts inside a with block. ``device``: the type whose memory is counted."""
+    """Counts inside a with block. ``device`` is the type whose memory is counted."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
         self.groups: dict[str, str] = {}  # torch's name of a group -> ours
-        self.ending = ""  # of the names of the phases that are entered from now on
+        self.ending = ""  # appended to the names of the phases that are entered from now on
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.current = Phase()  # outside of all phases
         self.sizes: dict[int, int] = {}  # bytes of each storage that is alive
-        self.now = 0  # their sum
+        self.now = 0  # sum of the sizes
 
     # -------------------------------------------------------------------------------------------- phases
 
     def enter(self, name: str) -> None:
-        """From now on everything counts for the phase ``name``."""
+        """Count everything from now on for the phase ``name``."""
         self._go_on_with(self.phases[name + self.ending])
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A context that counts for the phase ``name``."""
+        """Count for the phase ``name`` in this block."""
         before = self.current
         self.enter(name)
         yield
         self._go_on_with(before)
 
     def _go_on_with(self, phase: Phase) -> None:
-        self.current.peak = max(self.current.peak, self.now)  # of a phase without operations
+        self.current.peak = max(self.current.peak, self.now)  # a phase may have no operations
         self.current = phase
 
     # -------------------------------------------------------------------------------------------- memory
 
     def size_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the memory of ``tensors``, each storage once."""
+        """Return the bytes of the memory of ``tensors``, each storage once."""
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(self.sizes.get(storage, 0) for storage in storages)
 
     def forget(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` does not count."""
+        """Do not count the memory of ``tensor``."""
         key = tensor.untyped_storage()._cdata
         self.now -= self.sizes[key]
         self.sizes[key] = 0
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
             return
         every = sum(tensor.nbytes for tensor in tensors_of(args))
         out = sum(tensor.nbytes for tensor in tensors_of(args[0]))
-        # The larger side of a gather or scatter is what a ring moves, but for this rank's own part.
+        # A ring moves the larger side of a gather or scatter, except this rank's part.
         largest = max(out, every - out)
         times = 2 if func.overloadpacket is c10d.allreduce_ else 1
         name = self.groups.get(group.group_name) or f"ranks {dist.get_process_group_ranks(group)}"
@@ -141,19 +141,19 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def _grouped(x: Tensor, weight: Tensor, *others, **options) -> int:
-    """(N, k) (E, k, o), or for a weight's gradient (k, N) (N, o)."""
+    """Return the operations of a grouped product: (N, k) (E, k, o), or for a weight's gradient (k, N) (N, o)."""
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
 def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: int = 0, **options) -> int:
-    """``products`` products of the size of q k; a causal kernel (sparse_mode 2) computes half of each square."""
+    """Return the operations of ``products`` products q k; a causal kernel (sparse_mode 2) computes half of each."""
     b, heads, queries, d = query.shape
     whole = products * 2 * b * heads * queries * key.shape[2] * d
     return whole // 2 if sparse_mode == 2 else whole
 
 
 def _sequences(products: int, query: Tensor, longest: int) -> int:
-    """Attention of sequences whose lengths are unknown without data: all keys of the longest one."""
+    """Return the operations of attention over all keys of the longest sequence; without data no lengths are known."""
     tokens, heads, d = query.shape
     return products * 2 * tokens * heads * longest * d
 

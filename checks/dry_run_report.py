@@ -1,4 +1,4 @@
-"""What a dry run found, beside the plan: which figures agree, and what is printed."""
+"""Compares a dry run with the plan: which figures agree, and the text that is printed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from plan.grid import RankGrid
 
 WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
 UNITS = {"GiB": 2**30, "TFLOP": 1e12, "MiB sent": 2**20}
-SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # differences that do not count, in bytes and operations
-# ending of the name of a phase -> rows of this rank's experts / the mean
+SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # smaller differences, in bytes and operations, do not count
+# ending of a phase's name -> rows of this rank's experts / the mean
 IMBALANCES = {"": 1.0, f" at {memory.IMBALANCE:g}": memory.IMBALANCE}
-MEMORY = {  # phase of the plan -> phases of a dry run, the fullest of which it is compared with
+MEMORY = {  # phase of the plan -> phases of a dry run; the fullest of these is compared with it
     "load": ("load",),
     "sync": ("push",),
     "reference": ("reference", "old policy", "teacher"),
@@ -41,13 +41,13 @@ ALL_GROUPS = (*PASS_GROUPS, "data", "expert_data")
 
 @dataclass
 class DryRun:
-    """What one rank does in a step."""
+    """The measurements of one rank's step."""
 
     cfg: Config
     arch: Architecture
     layout: RankGrid
     kind: str  # cpu | cuda | npu
-    rows: int  # of the micro-batch on this rank
+    rows: int  # in the micro-batch on this rank
     length: int  # tokens of a row
     phases: dict[str, Phase] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # bytes during an update, by the kinds of EXACT
@@ -64,11 +64,11 @@ class Compared(NamedTuple):
     agrees: bool
 
 
-# ------------------------------------------------------------------------------------------------ beside the plan
+# ----------------------------------------------------------------------------------------------- compared with the plan
 
 
 def compare(done: DryRun) -> list[Compared]:
-    """Every figure that both the plan and the dry run have."""
+    """Return every figure that both the plan and the dry run have."""
     rows = []
     for ending, imbalance in IMBALANCES.items():
         rows += _memory(done, ending, imbalance)
@@ -76,7 +76,7 @@ def compare(done: DryRun) -> list[Compared]:
 
 
 def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
-    """Bytes of each phase whose name has this ending."""
+    """Compare the bytes of each phase whose name has this ending."""
     plan = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, imbalance)
     elsewhere = sum(plan.parts[name] for name in NOT_RUN)
     rows = []
@@ -95,7 +95,7 @@ def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
 
 
 def _exact(done: DryRun) -> list[Compared]:
-    """Bytes that must be equal, and what an update leaves behind."""
+    """Compare the bytes that must be equal, and the bytes that an update leaves behind."""
     parts = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, 1).parts
     allowed = max(0.02 * parts["activations"], SLACK["GiB"])
     rows = [Compared("alive after it", "GiB", 0, done.left, done.left <= allowed)]
@@ -111,7 +111,7 @@ def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
 
 
 def _operations(done: DryRun) -> list[Compared]:
-    """Floating-point operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
+    """Compare the operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
     number = done.rows * done.layout.data
     rows = roofline.equal_rows(number, 1, done.length - 1, group=number)
     cfg = done.cfg
@@ -128,7 +128,7 @@ def _operations(done: DryRun) -> list[Compared]:
 
 
 def _traffic(done: DryRun) -> list[Compared]:
-    """Bytes that a rank sends over each kind of group, and groups over which it should send none."""
+    """Compare the bytes that a rank sends over each kind of group; over some groups it should send none."""
     cfg, layout = done.cfg, done.layout
     tokens, element = done.rows * done.length * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
     again = int(cfg.model.recompute)
@@ -156,7 +156,7 @@ def _sent(done: DryRun, phase: str, groups: Iterable[str]) -> int:
 
 
 def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
-    """The figures in bytes and operations."""
+    """Return the figures in bytes and operations."""
     phases: dict[str, dict] = {}
     launches: dict[str, int] = {}
     for name, phase in done.phases.items():
@@ -177,7 +177,7 @@ def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
 
 
 def as_text(done: DryRun, rows: list[Compared]) -> str:
-    """The figures for a reader."""
+    """Return the figures for a reader."""
     lines = [
         f"a micro-batch of {done.rows * done.length:,} tokens; nothing was computed; device {_device(done)}",
         "",
@@ -188,7 +188,7 @@ def as_text(done: DryRun, rows: list[Compared]) -> str:
         lines.append(
             f"  {name:48} {phase.peak / 2**30:12.3f} {phase.flops / 1e12:12.3f} {phase.launches:12,} {sent:12.3f}"
         )
-    lines += ["", f"{'beside the plan':50} {'planned':>12} {'dry run':>12}"]
+    lines += ["", f"{'compared with the plan':50} {'planned':>12} {'dry run':>12}"]
     for row in rows:
         planned, found = (value / UNITS[row.unit] for value in (row.planned, row.found))
         differs = "" if row.agrees else "  DIFFERS"
@@ -197,5 +197,5 @@ def as_text(done: DryRun, rows: list[Compared]) -> str:
 
 
 def _device(done: DryRun) -> str:
-    stand_in = "" if done.kind == "cpu" else " on a stand-in device, no kernel of it ran"
+    stand_in = "" if done.kind == "cpu" else " on a simulated device; none of its kernels ran"
     return f"{done.kind}: its branches of hardware/kernels.py{stand_in}"

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=N preflight.py --groups CONFIG [section.key=value ...] [--json FILE]
 
-The expected answers are known beforehand.
+The right answers are known in advance.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ REPEATS = 5  # timed runs; an untimed run before them builds the communicator
 
 
 def measure(parallel: Parallel) -> list[dict]:
-    """A row for each kind of group and collective, over all groups of the kind. The same on every rank."""
+    """Return a row for each kind of group and collective, over all groups of the kind, equal on every rank."""
     todo = [(name, group, parallel.device) for name, group in parallel.groups().items()]
     todo.append(("world", dist.group.WORLD, torch.device("cpu")))
     mine = [row for one in todo for row in _measure_group(*one)]
@@ -30,7 +30,7 @@ def measure(parallel: Parallel) -> list[dict]:
 
 
 def _of_all_ranks(rows: tuple[dict, ...]) -> dict:
-    """The row of a collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
+    """Return the row of a collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
     members = {str(row["members"]): row["members"] for row in rows}
     wrong = {str(row["members"]): row["wrong"] for row in rows if row["wrong"]}
     return {
@@ -51,13 +51,16 @@ def as_text(rows: list[dict]) -> str:
 
 
 def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
-    """A row for each collective over one group, on this rank. ``wrong``: what was found and expected, "" if right."""
+    """Return a row for each collective over one group, on this rank.
+
+    ``wrong`` says what was found and expected; it is empty if the answer is right.
+    """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     size, count = len(ranks), ELEMENTS[device.type]
-    # The value of a rank is its number in the world + 1. A wrong sum, order or neighbour therefore shows.
+    # The value of a rank is its number in the world + 1, so a wrong sum, order or neighbour shows.
     value = torch.full((count,), ranks[me] + 1.0, device=device)
     gathered = value.new_empty(size * count)
-    # Place i of the group sends i + 1 + 2 j rows to place j: all-to-all is the one collective with unequal shares.
+    # Rank i of the group sends i + 1 + 2 j rows to rank j: all-to-all is the one collective with unequal shares.
     sends, receives = [me + 1 + 2 * other for other in range(size)], [other + 1 + 2 * me for other in range(size)]
     tokens, received = value.new_full((sum(sends), 8), ranks[me] + 1.0), value.new_empty(sum(receives), 8)
 
@@ -85,7 +88,7 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
         "all-to-all": (all_to_all, numbers.repeat_interleave(torch.tensor(receives))[:, None].expand(-1, 8)),
         "barrier": (barrier, numbers[me].expand(count)),
     }
-    # The untimed run, whose answer is compared, comes first.
+    # The untimed run comes first; its answer is compared.
     return [
         {
             "group": name,
@@ -99,7 +102,7 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """The first element that is wrong; "" if none is."""
+    """Return the first element that is wrong, or "" if none is."""
     places = (found != expected).flatten().nonzero()
     if not len(places):
         return ""
@@ -108,10 +111,10 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 
 def refuse(parallel: ParallelConfig, ranks: int) -> None:
-    """InputError for sizes that do not divide the number of ranks. The model's own sizes do not matter here."""
+    """Raise InputError for sizes that do not divide the number of ranks. The model's sizes do not matter here."""
     for key, size in {"tensor": parallel.tensor, "expert": parallel.expert}.items():
         if ranks % size:
-            raise InputError(f"parallel.{key}: {size} ranks of a group do not divide the {ranks} that were started")
+            raise InputError(f"parallel.{key}: {size} does not divide the {ranks} started ranks; choose a divisor")
 
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
@@ -121,7 +124,7 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: every group works. 1: an answer is wrong; the table names it. 2: the input cannot be used."""
+    """Run the command. Exit code 0: every group works. 1: an answer is wrong; see the table. 2: unusable input."""
     return launched.ask(
         launched.command_line("--groups", __doc__).parse_intermixed_args(arguments),
         lambda cfg, ranks: refuse(cfg.parallel, ranks),

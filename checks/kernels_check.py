@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=N preflight.py --operators CONFIG [section.key=value ...] [--json FILE]
 
 It also times them. The sizes are those of a rank of CONFIG's model and layout in a full micro-batch. Each rank checks
-its own device; the formula runs on the CPU. All inputs are numbers that bf16 can hold, so both dtypes have the same
-exact answer. The error of an answer is rms(found - exact) / rms(exact) of the worst row; for attention, of the worst
-head; for short rows, of several rows together. Its tolerance is
+its device; the formula runs on the CPU. All inputs are numbers that bf16 can represent, so both dtypes have the same
+exact answer. The error of an answer is rms(found - exact) / rms(exact) of the worst row. For attention it is that of
+the worst head; for short rows, that of several rows together. Its tolerance is
 
     roundings x u(dtype) + (sqrt(n) + INSIDE) x u(fp32)
 
@@ -13,7 +13,8 @@ u is half of the dtype's epsilon. ``roundings`` counts the roundings to the dtyp
 the number of terms of the longest sum, which is computed in fp32. This holds for independent random numbers: their sums
 and the rounding errors of these sums both grow with sqrt(n).
 At the sizes of Qwen3-30B-A3B the exact answers take one core a minute, and 3 GiB of main memory for each rank.
-E local experts, N rows of all of them, h hidden size, w expert width, R LoRA rank, T tokens of a row, d head size.
+E is the number of local experts, N of the rows of all of them, T of tokens per row, and R the LoRA rank. h is the
+hidden size, w the expert width, and d the head size.
 """
 
 import math
@@ -37,9 +38,9 @@ from model import packing
 from parallel_setup import Parallel
 from plan import grid, memory
 
-INSIDE = 8  # fp32 roundings in a fused operator beside its sum: squares, means; an exp or rsqrt counts as two
-BLOCK = 64  # least numbers that are compared together: if all of a few are small by chance, their relative error is not
-FP32 = ("probs", "factors")  # inputs that stay fp32 beside the others' dtype
+INSIDE = 8  # fp32 roundings in a fused operator in addition to its sum: squares, means; an exp or rsqrt counts as two
+BLOCK = 64  # least numbers compared together: if all of a few are small by chance, their relative error is large
+FP32 = ("probs", "factors")  # inputs that stay in fp32, whatever the dtype of the others
 REPEATS = 3  # timed runs, after the run that is compared
 
 
@@ -48,12 +49,12 @@ class Case(NamedTuple):
 
     name: str
     operator: Callable[..., Tensor]  # of hardware/kernels.py
-    formula: Callable[..., Tensor]  # the same in fp64
+    formula: Callable[..., Tensor]  # the same computation in fp64
     inputs: dict[str, Tensor]  # on the CPU; fp32 tensors are cast to the dtype, except those of FP32
     trained: tuple[str, ...]  # inputs whose gradients the training uses
-    roundings: tuple[int, int]  # to the dtype, forward and backward
+    roundings: tuple[int, int]  # roundings to the dtype, forward and backward
     sums: tuple[int, int]  # terms of the longest sum, forward and backward
-    block: int = 1  # number of trailing axes that are compared together: 1 a row, 2 a head of attention
+    block: int = 1  # number of trailing axes that are compared together: 1 for a row, 2 for a head of attention
 
 
 # ------------------------------------------------------------------------------------------------ formulas
@@ -86,7 +87,7 @@ def rotary_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """The nearest numbers that bf16 can hold, in fp32."""
+    """Return the nearest numbers that bf16 can represent, in fp32."""
     return x.bfloat16().float()
 
 
@@ -100,9 +101,10 @@ def cases(
     quantised: bool,
     seed: int,
 ) -> list[Case]:
-    """The operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes.
+    """Return the operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes.
 
-    ``tokens``: of the micro-batch. ``row_tokens``: of the longest row. ``lora_rank``: of routed experts.
+    ``tokens`` is the size of the micro-batch, ``row_tokens`` that of the longest row, and ``lora_rank`` the rank of
+    routed experts.
     """
     generator = torch.Generator().manual_seed(seed)
     h, d = arch.hidden_size, arch.head_dim
@@ -125,7 +127,7 @@ def cases(
     angles = torch.cat([angles, angles], -1)[:, None, None]  # (T, 1, 1, d)
     turned = {"x": normal(T, rows, heads, d), "cos": rounded(angles.cos()), "sin": rounded(angles.sin())}
     qkv = {"query": normal(1, heads, T, d), "key": normal(1, kv_heads, T, d), "value": normal(1, kv_heads, T, d)}
-    # A packed row: its first quarter is the prompt, and the other tokens are its own.
+    # A packed row: its first quarter is the shared prompt, and the other tokens belong to it alone.
     own, keys = T - T // 4, -(-T // packing.KEYS) * packing.KEYS
     packed = {
         "query": normal(1, heads, own, d),
@@ -135,7 +137,7 @@ def cases(
     hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
 
     def own_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-        """As model/packing.py: on a GPU in 16 bits a sequence, elsewhere padded rows with a mask."""
+        """Compute attention as model/packing.py does: by sequences on a GPU in 16 bits, otherwise with a mask."""
         if not kernels.takes_sequences(query):
             return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
         query, key, value = (x[0, :, :T].transpose(0, 1) for x in (query, key, value))
@@ -168,7 +170,7 @@ def cases(
 
     w, E = arch.expert_ffn_size, arch.num_experts // layout.expert
     N, R = own_tokens * arch.experts_per_token, lora_rank
-    # If there are several experts, the first one gets no row, which routing can cause.
+    # If there are several experts, the first one gets no row, which can happen with routing.
     rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
     rows_of.append(N - sum(rows_of))
     counts = torch.tensor(rows_of)
@@ -180,7 +182,7 @@ def cases(
                     (in_size, longest))  # fmt: skip
 
     def experts(name: str, in_size: int, out_size: int) -> Case:
-        """The product with the frozen experts."""
+        """Return the case of the product with the frozen experts."""
         if not quantised:
             return grouped(name, in_size, out_size, ("x",))
         packed = quantisation.empty((E, out_size, in_size), torch.bfloat16)
@@ -223,7 +225,7 @@ def cases(
 
 
 def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
-    """A row for ``case`` on ``device`` in each dtype. ``milliseconds``: forward and backward."""
+    """Return a row for ``case`` on ``device`` in each dtype. ``milliseconds`` counts forward and backward."""
     exact = _inputs(case, torch.device("cpu"), torch.float64)
     answer = case.formula(*exact.values())
     grad = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -256,18 +258,18 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
 
 
 def tolerance(dtype: torch.dtype, roundings: int, terms: int) -> float:
-    """The largest error that rounding can explain; the head of this file derives it."""
+    """Return the largest error that rounding can explain. The docstring of this file derives it."""
     u, u_fp32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
     return roundings * u + (math.sqrt(terms) + INSIDE) * u_fp32
 
 
 def relative_error(found: Tensor, true: Tensor, block: int = 1) -> float:
-    """rms(found - true) / rms(true) of the worst block; inf if a number is not finite.
+    """Return rms(found - true) / rms(true) of the worst block, or inf if a number is not finite.
 
     A block consists of the ``block`` trailing axes, and of more axes until it has BLOCK numbers.
     """
     if not true.numel():
-        return 0.0  # of no rows
+        return 0.0  # there are no rows
     while block < true.dim() and math.prod(true.shape[-block:]) < BLOCK:
         block += 1
     axes = tuple(range(-block, 0))
@@ -306,7 +308,7 @@ def worst(rows: list[dict]) -> dict:
 
 
 def as_text(table: list[dict]) -> str:
-    """The table for a reader; errors beside their tolerances."""
+    """Return the table for a reader, with each error next to its tolerance."""
     lines = [f"{'operator':<27} {'dtype':<5} {'forward':>8} {'at most':>8} {'backward':>8} {'at most':>8} {'ms':>9}"]
     for row in table:
         numbers = [f"{row[p]:>8.1e}" for p in ("forward", "forward_tolerance", "backward", "backward_tolerance")]
@@ -319,7 +321,7 @@ def as_text(table: list[dict]) -> str:
 
 
 def cases_of(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
-    """The operators that one of so many ranks checks under ``cfg``."""
+    """Return the operators that each of ``ranks`` ranks checks for ``cfg``."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     return cases(
         arch,
@@ -342,7 +344,7 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: every operator is right. 1: one is wrong; the table names it. 2: the input cannot be used."""
+    """Run the command. Exit code 0: every operator is right. 1: one is wrong; see the table. 2: unusable input."""
     return launched.ask(
         launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
         lambda cfg, ranks: refuse_first(

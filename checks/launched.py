@@ -1,6 +1,6 @@
-"""A question that all ranks answer together: its command line, groups, report and exit code.
+"""A check that all ranks make together: its command line, groups, report and exit code.
 
-checks/groups.py, checks/kernels_check.py and checks/layers_check.py each hold one such question.
+checks/groups.py, checks/kernels_check.py and checks/layers_check.py each contain one such check.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from knobs import Config
 
 
 class Answer(NamedTuple):
-    """The same on every rank."""
+    """The answer, which is equal on every rank."""
 
     right: bool
     text: str  # for a reader
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 def command_line(option: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the arguments that every such question takes."""
+    """Return a parser with the arguments that every such check takes."""
     parser = config.command_line(f"preflight.py {option}", description, nargs="?")
     parser.add_argument("--json", metavar="FILE", type=config.text_option, help="also write the figures to this file")
     return parser
@@ -36,13 +36,13 @@ def ask(
     refuse: Callable[[Config, int], None],
     answer: Callable[[Config, parallel_setup.Parallel], Answer],
 ) -> int:
-    """Exit code 0: the answer is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
+    """Run a check. Exit code 0: it is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
 
     ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
     """
     rank = parallel_setup.check_launch()
     if args.config is None:
-        raise InputError("CONFIG: missing; needed: a YAML file, e.g. configs/qwen3.yaml")
+        raise InputError("CONFIG: missing; give a YAML file, e.g. configs/qwen3.yaml")
     cfg = config.load_config(args.config, args.overrides)
     refuse(cfg, parallel_setup.launched_world_size())
     with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:

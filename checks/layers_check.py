@@ -2,15 +2,15 @@
 
     torchrun --nproc_per_node=N preflight.py --layers CONFIG [section.key=value ...] --folder DIR [--json FILE]
 
-The check writes the model's config.json with two layers and random weights to DIR, loads it and hands it to the
-configured engine as in a run. Then it gives every adapter an update as large as the weight that it changes, pushes it
-as after a step, and compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap does. If they
-differ, a fault of weights/probes.py is named whose log-probs the sampler has.
-The mean difference of all tokens does not show one wrong expert of many. Therefore the tokens of each expert are also
-judged by themselves: their median may be at most FACTOR times the median of the other tokens. It is a median because in
-bf16 a token at which two experts almost tie may differ much in a sound run.
-checks/sampling_check.py judges how the tokens are drawn.
-S sequences, T tokens of a row, L MoE layers, K experts a token.
+The check writes the model's config.json with two layers and random weights to DIR. It loads this model and passes it to
+the configured engine as in a run. Then it gives every adapter an update as large as the weight that it changes, and
+pushes it as after a step. It compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap does. If
+they differ, it names a fault of weights/probes.py that has the sampler's log-probs.
+The mean difference over all tokens does not show one wrong expert among many. Therefore the tokens of each expert are
+also checked alone: their median may be at most FACTOR times the median of the other tokens. It is a median because in
+bf16 a token at which two experts almost tie may differ much in a correct run.
+checks/sampling_check.py checks how the tokens are drawn.
+S is the number of sequences, T of tokens per row, L of MoE layers, and K of experts per token.
 """
 
 import functools
@@ -52,8 +52,8 @@ from weights.policy import Policy
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
 BASE_SIZE = 0.5  # of the random weights: a standard deviation of 0.5 / sqrt(in), as in weights/tiny_model.py
 HEAD = 2.0  # logits of standard deviation 1, not 0.5, so that the sampled tokens depend more on the layers
-LEAST_TOKENS = 24  # sampled tokens of an expert that is judged; with so many, chance does not double a median
-FACTOR = 2.0  # Qwen3's layers in bf16 on a CPU: 1.2 if sound, 2.6 to 3.0 if one expert lacks its update
+LEAST_TOKENS = 24  # sampled tokens of an expert that is checked; with this many, chance does not double a median
+FACTOR = 2.0  # Qwen3's layers in bf16 on a CPU: 1.2 if correct, 2.6 to 3.0 if one expert lacks its update
 LISTED = 3  # experts that are named
 
 
@@ -61,7 +61,7 @@ LISTED = 3  # experts that are named
 
 
 def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> dict:
-    """config.json of the model with its first two layers only. The arguments: see hf_config.settings."""
+    """Return the config.json of the model with its first two layers only. hf_config.settings explains the arguments."""
     raw = dict(hf_config.settings(path, tiny, row_tokens)[0])
     layers = min(LAYERS, raw["num_hidden_layers"])
     if raw.get("layer_types"):
@@ -71,7 +71,7 @@ def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> dict:
 
 
 def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> None:
-    """Write the config.json ``config`` and random weights to ``folder``. InputError if there is something in it."""
+    """Write ``config`` as config.json, and random weights, to ``folder``. Raises InputError if it is not empty."""
     refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -85,7 +85,7 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> No
 
 
 def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
-    """A random update of each adapted matrix, as large as the matrix. The updates are the same in every layout."""
+    """Draw a random update of each adapted matrix, as large as the matrix. The updates are equal in every layout."""
     pairs: Pairs = {}
     for adapted in modules:
         names = [name.removesuffix(".weight") for name in adapted.names(slice(None))]
@@ -99,7 +99,7 @@ def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
 def sample(
     engine: Engine, prompts: list[list[int]], sampling: RolloutConfig, parallel: Parallel, seed: int
 ) -> batches.Rollout:
-    """Completions of ``prompts``, a group of each one by every replica. The same on every rank."""
+    """Sample completions of ``prompts``, a group of each prompt by every replica. The result is equal on every rank."""
     replicas = parallel.world_size // sampling.tensor
     return rollout.sample(
         engine,
@@ -122,10 +122,10 @@ def token_gaps(
     tokens_per_micro_batch: int,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """|trainer's - sampler's log-prob| of every token, a mask of the sampled tokens, and with ``replay`` the experts.
+    """Return |trainer's - sampler's log-prob| of all tokens, a mask of sampled tokens, and with ``replay`` the experts.
 
-    (S, T), (S, T), (S, T, L, K) on the host. The experts of a token are those that predicted it. Collective: every rank
-    computes every row.
+    The experts of a token are those that predicted it. Collective: every rank computes every row.
+    (S, T), (S, T), (S, T, L, K) on the host
     """
     longest = max(batch.row_length(sequence) for sequence in range(len(batch.lengths)))
     width = longest + -longest % parallel.tensor
@@ -133,7 +133,7 @@ def token_gaps(
     gaps, masks, routes = [], [], []
 
     def padded(x: Tensor) -> Tensor:
-        """(b, t, ...) -> (b, T, ...) on the host"""
+        """Pad the rows: (b, t, ...) -> (b, T, ...) on the host."""
         return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
 
     for rows in torch.arange(len(batch.lengths)).split(at_once):
@@ -145,15 +145,15 @@ def token_gaps(
         stats, used = replay.record(forward, len(rows)) if replay else (forward(), None)
         gaps.append(padded((stats.logp - micro.rollout_logp).abs()))
         masks.append(padded(micro.mask) > 0)
-        if used is not None:  # (b, t, L, K) of each token itself
-            routes.append(padded(used.roll(1, dims=1)))  # of the token before, which predicted it
+        if used is not None:  # (b, t, L, K), the experts of the token itself
+            routes.append(padded(used.roll(1, dims=1)))  # the experts of the token before, which predicted it
     return torch.cat(gaps), torch.cat(masks), torch.cat(routes) if routes else None
 
 
 def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
-    """The median gap of each expert's tokens and of all other tokens, the most different expert first.
+    """Return the median gap of each expert's tokens and of all other tokens, the most different expert first.
 
-    An expert needs LEAST_TOKENS sampled tokens on both sides.  (S, T), (S, T), (S, T, L, K)
+    Both sets need LEAST_TOKENS sampled tokens.  (S, T), (S, T), (S, T, L, K)
     """
     gaps, routes = gaps[mask], routes[mask]  # (N,), (N, L, K)
     judged_experts = []
@@ -175,7 +175,7 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
 
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
-    """All figures of this check. ``wrong`` says which are beyond their bounds; "" if none is. Collective."""
+    """Return all figures of this check. ``wrong`` names those beyond their bounds, or is "". Collective."""
     policy, pad_token = Policy.load(cfg, arch, parallel), 0
     model = policy.model
     learner = Learner(cfg, policy, pad_token)
@@ -194,7 +194,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
     prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
     new_tokens = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
-    # Every replica is asked every prompt twice; then the same again.
+    # Every replica gets every prompt twice; then the same again.
     whole = cfg.rollout.model_copy(update={"group_size": GROUP, "max_new_tokens": new_tokens})
     batch, again = (sample(engine, prompts * 2, whole, parallel, cfg.train.seed) for _ in range(2))
     short = {"group_size": sampling_check.FIRST_TOKENS // len(prompts), "max_new_tokens": 1}
@@ -211,11 +211,11 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     gaps, mask, routes = gaps_of(replay)
     with policy.reference():
         base_gaps = parallel.gather_rows(gaps_of(None)[0])[0]
-    by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a trainer of its own
-    gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # of the rank with the largest gap; nan counts as the largest
+    by_rank = parallel.gather_rows(gaps)  # (ranks, S, T): every data rank has a separate trainer
+    gaps = by_rank[by_rank.sum((1, 2)).argmax()]  # those of the rank with the largest gap; nan counts as the largest
     bound, experts = cfg.largest_gap, []
     if replay is not None:
-        torch.distributed.broadcast(routes, src=0)  # all ranks must judge the same numbers
+        torch.distributed.broadcast(routes, src=0)  # all ranks must check the same numbers
         experts = by_expert(gaps, mask, routes, arch)
     replica = torch.arange(len(gaps)) // GROUP % replicas  # the replica that sampled each sequence
     figures: dict[str, Any] = {
@@ -246,9 +246,9 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
 def known_fault(
     policy: Policy, pairs: Pairs, modules: list[Adapted], gaps_of: Callable, odd: Tensor, bound: float
 ) -> str:
-    """The fault of probes.faults with which the trainer has the log-probs of the ``odd`` sequences; "" if none does.
+    """Return the fault of probes.faults that gives the trainer the log-probs of the ``odd`` sequences, or "".
 
-    It changes the factors. Collective.
+    This changes the factors. Collective.
     """
     for name, wrong in {"the base": {}, **probes.faults(pairs, policy.arch)}.items():
         policy.load_(probes.whole_factors(wrong, modules, policy.cfg.lora.alpha))
@@ -259,7 +259,7 @@ def known_fault(
 
 
 def judged(figures: dict, experts: list[dict]) -> str:
-    """The figures that are beyond their bounds; "" if none is."""
+    """Name the figures that are beyond their bounds. The text is "" if there are none."""
     bound = figures["bound"]
     odd = {
         part: ", ".join(str(place) for place, gap in enumerate(figures[f"gap_by_{part}"]) if not gap <= bound)
@@ -273,16 +273,16 @@ def judged(figures: dict, experts: list[dict]) -> str:
     rules = (
         (
             max(figures["gap_by_replica"]) <= bound and figures["gap_mean"] <= bound,
-            f"sampler and trainer differ by {figures['gap_mean']:.2g} nats a token, at most {bound:g} expected "
+            f"sampler and trainer differ by {figures['gap_mean']:.2g} nats per token, at most {bound:g} is allowed "
             f"(samplers {odd['replica']} of {len(figures['gap_by_replica'])}, trainers on rank "
             f"{odd['rank']} of {len(figures['gap_by_rank'])})",
         ),
         (not (wrong := wrong_merge(figures["experts_wrong"])), wrong),
-        (not apart, f"tokens of {len(apart)} of {len(experts)} experts stand out by their median, first: {listed}"),
+        (not apart, f"tokens of {len(apart)} of {len(experts)} experts have a larger median gap, first: {listed}"),
         (
             figures["gap_without_adapters"] > bound,
-            f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats, so this check "
-            f"would not show adapters that do not reach the sampler; needed: more than {bound:g}",
+            f"with the adapters off, the trainer differs by only {figures['gap_without_adapters']:.2g} nats, so this "
+            f"check would not show adapters that do not reach the sampler; more than {bound:g} is needed",
         ),
         (
             all(row["right"] for row in figures["sampling"]),
@@ -297,23 +297,23 @@ def judged(figures: dict, experts: list[dict]) -> str:
 
 
 def as_text(figures: dict) -> list[str]:
-    """The figures for a reader, line by line."""
+    """Return the figures for a reader, line by line."""
     lines = [
-        f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats a token "
-        f"between sampler and trainer, at most {figures['bound']:g} expected; half of the tokens at most "
-        f"{figures['gap_median']:.2g}, the largest {figures['gap_largest_token']:.2g}",
-        f"with the adapters off the trainer differs by {figures['gap_without_adapters']:.2g} nats",
+        f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats per token "
+        f"between sampler and trainer, at most {figures['bound']:g} is allowed; the median token differs by "
+        f"{figures['gap_median']:.2g}, the largest by {figures['gap_largest_token']:.2g}",
+        f"with the adapters off, the trainer differs by {figures['gap_without_adapters']:.2g} nats",
     ]
     if figures["experts"]:
         lines.append(f"{figures['experts_judged']} of {figures['experts']} experts had {LEAST_TOKENS} tokens or more")
     for row in figures["experts_most_apart"][:1]:
-        lines[-1] += f"; median gap of one's tokens at most {row['gap']:.2g}, of the others {row['others']:.2g}"
+        lines[-1] += f"; the most different has a median gap of {row['gap']:.2g}, other tokens {row['others']:.2g}"
     lines += [row["text"] for row in figures["sampling"]]
     return lines + [f"WRONG: {figures['wrong']}"] * bool(figures["wrong"])
 
 
 def refuse(cfg: Config, ranks: int) -> None:
-    """InputError unless the two layers fit the layout of the ranks."""
+    """Raise InputError unless the two layers fit the layout of the ranks."""
     arch = hf_config.parse(settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens))
     refuse_first(problems(cfg, arch, ranks))
 
@@ -338,13 +338,13 @@ def answer(cfg: Config, parallel: Parallel, folder: Path) -> launched.Answer:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0: trainer and sampler agree. 1: they differ; one line says how. 2: the input cannot be used."""
+    """Run the command. Exit code 0: trainer and sampler agree. 1: a line says how they differ. 2: unusable input."""
     parser = launched.command_line("--layers", __doc__)
     parser.add_argument(
         "--folder",
         required=True,
         type=text_option,
-        help="the two layers are written there, and removed at the end",
+        help="folder where the two layers are written; it is removed at the end",
     )
     args = parser.parse_intermixed_args(arguments)
     return launched.ask(args, refuse, lambda cfg, parallel: answer(cfg, parallel, Path(args.folder)))

@@ -1,13 +1,14 @@
-"""Does the sampler draw tokens by the probabilities that it reports? A part of preflight.py --layers.
+"""Does the sampler draw tokens with the probabilities that it reports? A part of preflight.py --layers.
 
-Log-probs of the tokens that were drawn do not say how they were drawn: a broken random generator has right log-probs.
-These statistics of the draws are judged, so that a sound run fails with a probability below 1e-6:
+The log-probs of the drawn tokens do not show how the tokens were drawn: a broken random generator has right log-probs.
+These statistics of the draws are checked. A correct run fails with a probability below 1e-6:
 
 - many first tokens of few prompts, by chi-square against the probabilities of all tokens;
 - completions that repeat an earlier one of their prompt, against the number that is predicted;
-- the first tokens of a batch that is asked for again with the same seeds.
+- the first tokens of a batch that is requested again with the same seeds.
 
-P prompts, R replicas, G samples, V vocabulary, C classes. Place i of a batch asks prompt i // R of replica i % R.
+P is the number of prompts, R of replicas, G of samples, C of classes, and V the size of the vocabulary. Row i of a
+batch gives prompt i // R to replica i % R.
 """
 
 import math
@@ -20,17 +21,17 @@ from model.batches import Rollout
 from parallel_setup import Parallel
 
 # All bounds of p sum to FALSE_ALARM. It is not 1e-6, because the tail of a chi-square of counts is up to four times as
-# heavy as that of its distribution. Of the first tokens a tenth may differ, because kernels may round otherwise.
+# heavy as that of its distribution. A tenth of the first tokens may differ, because kernels may round differently.
 FALSE_ALARM, SAME_AGAIN = 1e-7, 0.9
-FIRST_TOKENS = 4096  # of each replica; so many show a temperature that is 1.3 times too high
-CLASSES, LEAST_EXPECTED = 16, 50.0  # of about equal probability; a class with fewer expected tokens is not judged
+FIRST_TOKENS = 4096  # of each replica; this many show a temperature that is 1.3 times too high
+CLASSES, LEAST_EXPECTED = 16, 50.0  # of about equal probability; a class with fewer expected tokens is not checked
 
 
 @torch.no_grad()
 def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Parallel, temperature: float) -> Tensor:
-    """The log-prob of every token after each of equally long prompts, by rank 0's trainer.  -> (P, V) fp64 on the host
+    """Return the log-prob of every token after each of equally long prompts, by rank 0's trainer.
 
-    Collective. The result is the same on every rank.
+    Collective. The result is equal on every rank.  -> (P, V) fp64 on the host
     """
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
     hidden = megatron_model.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
@@ -40,11 +41,11 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
 
 
 def chi_square(batch: Rollout, logp: Tensor, replicas: int) -> list[float]:
-    """The p-value of each replica's first tokens, where tokens of about equal probability are a class.
+    """Return the p-value of each replica's first tokens; tokens of about equal probability form a class.
 
-    ``logp``: (P, V) of the trainer, which gives the classes and their probabilities. A drawn token counts as the ratio
-    of the trainer's to the sampler's probability. The sum of these ratios in a class has the trainer's probability of
-    the class as its mean for every sampler that draws as it reports, also where its kernels round otherwise.
+    ``logp`` (P, V) is the trainer's, which gives the classes and their probabilities. A drawn token counts as the ratio
+    of the trainer's to the sampler's probability. For every sampler that draws as it reports, the sum of these ratios
+    in a class has the trainer's probability of the class as its mean. This also holds if its kernels round differently.
     A class has tokens of all prompts. Its count then varies less than that of one multinomial distribution.
     """
     tokens = batch.tokens[:, 0].view(len(logp), replicas, -1)  # (P, R, G)
@@ -61,12 +62,11 @@ def chi_square(batch: Rollout, logp: Tensor, replicas: int) -> list[float]:
 
 
 def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
-    """How many completions repeat an earlier one of the same prompt, the number expected, and a bound of its p-value.
+    """Return how many completions repeat an earlier one of their prompt, the expected number, and a bound of its p.
 
-    ``batch`` has all prompts twice, and each time every prompt at ``replicas`` places that follow each other.
-    Given the completions before it, a completion repeats one of them with the sum of their probabilities. So the number
-    less its expectation is a martingale, and exceeds e - 2 times its variance by t with a probability of at most
-    exp(-t) (Freedman, 1975).
+    ``batch`` has all prompts twice, and each time every prompt in ``replicas`` successive rows. Given the completions
+    before it, a completion repeats one of them with the sum of their probabilities. So the number minus its expectation
+    is a martingale. It exceeds e - 2 times its variance by t with a probability of at most exp(-t) (Freedman, 1975).
     """
     tokens, logp = (
         x.unflatten(0, (2, -1, replicas * batch.rewards.shape[1])).transpose(0, 1).flatten(1, 2)
@@ -80,18 +80,18 @@ def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
 
 
 def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
-    """Every statistic: whether it is right, a text for a reader, and its values, most of them one for each replica.
+    """Return every statistic: whether it is right, a text for a reader, and its values, most of them one per replica.
 
-    ``batch``: every replica is asked every prompt twice. ``again``: the same once more. ``first``: first tokens after
-    the prompts of ``logp``; replicas are judged apart there, because every two of their tokens are compared.
+    In ``batch`` every replica gets every prompt twice; ``again`` is the same once more. ``first`` has first tokens
+    after the prompts of ``logp``. There each replica is checked alone, because every two of its tokens are compared.
     """
     repeated, expected, p_value = repeats(batch, replicas)
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])
     least = FALSE_ALARM / (replicas + 1)
     rows = [
-        ("p of a chi-square of each sampler's first tokens", chi_square(first, logp, replicas), least),
-        (f"p of {repeated} completions that repeat an earlier one, {expected:.4g} expected", [p_value], least),
-        ("share of each sampler's first tokens that the same seeds give again", same.mean((0, 2)).tolist(), SAME_AGAIN),
+        ("p-value of a chi-square test of each sampler's first tokens", chi_square(first, logp, replicas), least),
+        (f"p-value of {repeated} completions that repeat an earlier one, {expected:.4g} expected", [p_value], least),
+        ("share of each sampler's first tokens that the same seeds repeat", same.mean((0, 2)).tolist(), SAME_AGAIN),
     ]
     return [
         {

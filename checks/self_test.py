@@ -3,11 +3,11 @@
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]
     torchrun --nproc_per_node=N preflight.py --self-test [CONFIG] [section.key=value ...]
 
-It runs tests/machines/on_device on CONFIG's device: random tiny models in every layout of the launched ranks,
-against transformers and torch.optim.AdamW in float64, and each operator against its formula. Without torchrun a CPU
-takes one and two ranks, or N. Only the device of CONFIG counts; `train_grpo.py CONFIG --check` judges its functions.
-Exit code 0: all is right. 1: a line says which test failed. 2: the input cannot be used.
-docs/checks.md says what the tests find, and how to see more of a failure.
+It runs tests/machines/on_device on CONFIG's device. They compare random tiny models in every layout of the launched
+ranks with transformers and torch.optim.AdamW in float64, and each operator with its formula. Without torchrun, a CPU
+tests one and two ranks, or N. Only the device of CONFIG counts; `train_grpo.py CONFIG --check` checks its functions.
+Exit code 0: everything is right. 1: a line names the test that failed. 2: the input cannot be used. docs/checks.md says
+what the tests find, and how to see more of a failure.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ OPTIONS += ["--tb=no", "-rfE", "--capture=sys", "--continue-on-collection-errors
 
 @command
 def main(arguments: list[str]) -> int:
-    """Does not return, because pytest takes the place of this process: a launcher can then end it."""
+    """Replace this process by pytest, so that a launcher can end it. Does not return."""
     default = str(ROOT / "configs" / "tiny_cpu.yaml")
     parser = command_line(
         "preflight.py --self-test",
@@ -33,16 +33,16 @@ def main(arguments: list[str]) -> int:
         default=default,
         help="default: configs/tiny_cpu.yaml, device auto",
     )
-    parser.add_argument("--ranks", type=int, help="on a CPU: compare so many ranks; default: 1 and 2")
+    parser.add_argument("--ranks", type=int, help="on a CPU, compare this many ranks; default: 1 and 2")
     args = parser.parse_intermixed_args(arguments)
     overrides = args.overrides or (["device=auto"] if args.config == default else [])
     cfg, _ = resolve_config(args.config, overrides, layout=False)
     if importlib.util.find_spec("pytest") is None:
-        raise InputError("pytest: not installed; needed: the packages of requirements/ for this machine")
+        raise InputError("pytest: not installed; install the packages of requirements/ for this machine")
     ranks = [] if args.ranks is None else ["--ranks", str(args.ranks)]
-    if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all; the first one prints them
+    if os.environ.get("RANK", "0") != "0":  # every rank has the answers of all ranks; the first one prints them
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    print(f"self-test on device {cfg.device}: tests/machines/on_device, a dot a test (docs/checks.md)")
+    print(f"self-test on device {cfg.device}: tests/machines/on_device, a dot per test (docs/checks.md)")
     os.chdir(ROOT)
     pytest = [sys.executable, "-m", "pytest", "tests/machines/on_device", "--device", cfg.device, *ranks, *OPTIONS]
     sys.stdout.flush()

@@ -24,7 +24,7 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """The engine that cfg.rollout.engine names. It has no weights before its first load_weights.
+    """Return the engine that cfg.rollout.engine names. It has no weights before its first load_weights.
 
     ``beat`` is called for every decoded token of a batch of rows.
     """

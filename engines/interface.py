@@ -1,7 +1,7 @@
-"""What an engine is: the calls that the rest of the program makes, what they return, and what every engine refuses.
+"""The interface of an engine: the calls that the program makes, what they return, and what every engine refuses.
 
 The engines are torch_sampler.TorchSampler, vllm_engine.VllmEngine and vllm_colocated.ColocatedEngine. All of them make
-the checks of this file, so that the same mistake gets the same message.
+the checks in this file, so that the same mistake gets the same message.
 """
 
 import math
@@ -23,34 +23,35 @@ from tasks.environment import Turns
 class Completion:
     """One sampled answer to one prompt."""
 
-    tokens: list[int]  # the stop token included when there is one
-    logp: list[float]  # float32, one a token: log-probability under the temperature-scaled distribution
-    # stop: by an end token | length: cut off at max_new_tokens | turns: cut off at rollout.max_turns | environment: it
-    # ended the completion after a text of rollout.stop
+    tokens: list[int]  # includes the stop token if there is one
+    logp: list[float]  # float32, one per token: log-probability under the temperature-scaled distribution
+    # Why it ended. stop: by an end token | length: cut off at max_new_tokens | turns: cut off at rollout.max_turns |
+    # environment: the environment ended it after a text of rollout.stop
     finish_reason: str
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
-    # Whether the policy sampled a token. False: the environment gave it, and its logp is 0. Default: it sampled all.
+    # Whether the policy sampled a token. If not, the environment gave it, and its logp is 0. By default the policy
+    # sampled all tokens.
     mask: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mask = self.mask or [True] * len(self.tokens)
 
     def append(self, tokens: list[int], logp: list[float], *, own: bool) -> None:
-        """Append ``tokens``, which the policy sampled if they are its ``own``."""
+        """Append ``tokens``. ``own`` says whether the policy sampled them."""
         self.tokens = self.tokens + tokens
         self.logp = self.logp + logp
         self.mask = self.mask + [own] * len(tokens)
 
 
 class SamplingParams(NamedTuple):
-    """How completions are sampled. Temperature 0 is greedy."""
+    """The settings with which completions are sampled. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float
 
 
 class Stack(NamedTuple):
-    """The engine's memory for one matrix of its routed experts of a layer, as the trainer holds it."""
+    """The engine's memory for one matrix of a layer's routed experts, in the trainer's layout."""
 
     memory: Tensor  # (e, in, out); gate and up are joined along out
     experts: range  # their numbers in the model
@@ -70,23 +71,23 @@ class Engine(Protocol):
         """Copy whole tensors into the engine, under their Hugging Face names.
 
         The first call must bring the whole model. Later calls may bring some of its fused groups (see
-        huggingface.fused_group), each of them whole. Raises InputError, with the tensor's name, for a missing, surplus,
+        huggingface.fused_group), each of them whole. Raises InputError with the tensor's name for a missing, surplus,
         repeated, misshapen or non-finite tensor. After a failure `sample` refuses.
         """
 
     def stacks(self) -> dict[str, Stack]:
-        """The routed experts by layer, as `model.layers.0.mlp.experts.gate_up_proj`, after the first load_weights.
+        """Return the routed experts by layer, `model.layers.0.mlp.experts.gate_up_proj`, after the first load_weights.
 
-        Each call returns the same tensors. Whoever writes there changes what the engine samples with. An engine that
-        packs its experts has none.
+        Each call returns the same tensors. Writing to them changes the weights with which the engine samples. An engine
+        that packs its experts has none.
         """
         return {}
 
     def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into these `stacks`: all experts of the model, or those that this engine holds.
+        """Copy tensors into these `stacks`: all experts of the model, or those that this engine has.
 
         A tensor that already is this memory is not copied. A load_weights must follow, which makes the engine forget
-        what it computed with other weights. Raises InputError for a tensor that is not finite.
+        everything that it computed with other weights. Raises InputError for a tensor that is not finite.
         """
         stacks, held = self.stacks(), {}
         for name, tensor in named_tensors:
@@ -99,10 +100,10 @@ class Engine(Protocol):
         check_finite(held, "load_weights")
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
-        """From now on sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
+        """From now on, sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
 
-        ``factors``: the whole factors by their names in a checkpoint (see Policy.whole). Raises InputError, and keeps
-        the adapter of before, for factors that are not finite.
+        ``factors`` are the whole factors by their names in a checkpoint (see Policy.whole). Raises InputError, and
+        keeps the old adapter, if factors are not finite.
         """
 
     def sample(
@@ -116,13 +117,13 @@ class Engine(Protocol):
         return_routed_experts: bool = False,
         turns: Turns | None = None,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
+        """Return ``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
 
-        With ``turns`` a completion has the answers of an environment between the tokens of the policy. A token draws
-        the number of its position in the completion, whoever wrote the tokens before it.
+        With ``turns``, a completion has the answers of an environment between the tokens of the policy. The random
+        number of a token belongs to its position in the completion, whoever wrote the tokens before it.
 
-        The random numbers of prompt i depend on seeds[i] alone, so the other prompts of a call change nothing but
-        rounding. Raises InputError for what cannot be sampled, and Tripped for a log-prob that is not finite.
+        The random numbers of prompt i depend only on seeds[i], so the other prompts of a call change nothing but
+        rounding. Raises InputError for a call that it cannot answer, and Tripped for a log-prob that is not finite.
         """
         params = SamplingParams(max_new_tokens, temperature)
         check_call(self.arch, prompts, max_new_tokens, self.ready, self.positions)
@@ -137,16 +138,16 @@ class Engine(Protocol):
         routed: bool,
         turns: Turns | None,
     ) -> list[list[Completion]]:
-        """The part of `sample` that is the engine's own. The call has been checked."""
+        """Do the part of `sample` that is specific to the engine. The call has been checked."""
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
-        """The residual stream after each layer, to find the first layer that differs from the trainer's.  -> L x (T, h)
+        """Return the residual stream after each layer, to find the first layer that differs from the trainer's.
 
-        The list is empty where the model runs as a captured graph, which calls no hooks.
+        The list is empty if the model runs as a captured graph, which calls no hooks.  -> L x (T, h)
         """
 
     def close(self) -> None:
-        """Give back what the engine holds, before the process group is destroyed."""
+        """Release everything that the engine uses, before the process group is destroyed."""
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -155,60 +156,60 @@ class Engine(Protocol):
 def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int, ready: bool, positions: int) -> None:
     """Raise InputError for a call of `sample` that no engine can answer.
 
-    ``ready``: the engine has a whole model. ``positions``: the most tokens that one row may have.
+    ``ready`` says whether the engine has a whole model; ``positions`` is the most tokens that one row may have.
     """
     if not ready:
-        raise InputError("sample: no usable weights; needed: a load_weights of the whole model that succeeded")
+        raise InputError("sample: there are no usable weights; load the whole model with load_weights first")
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise InputError(f"sample: prompt {i} is empty; needed: at least one token")
+            raise InputError(f"sample: prompt {i} is empty; give at least one token")
         if not 0 <= min(prompt) <= max(prompt) < arch.vocab_size:
             raise InputError(f"sample: prompt {i} has a token outside the vocabulary of {arch.vocab_size}")
         if len(prompt) + max_new_tokens > positions:
             raise InputError(
-                f"sample: prompt {i} has {len(prompt)} tokens, which with max_new_tokens {max_new_tokens} exceeds the "
+                f"sample: prompt {i} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} this exceeds the "
                 f"{positions} positions of the engine"
             )
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
-    """Raise InputError unless ``shapes`` asks for this tensor and it is not among those ``seen`` before."""
+    """Raise InputError unless ``shapes`` has this tensor and it is not among those ``seen`` before."""
     if name not in shapes:
         raise InputError(f"load_weights: {name} is not a tensor of this model")
     if name in seen:
-        raise InputError(f"load_weights: {name} came twice")
+        raise InputError(f"load_weights: {name} was pushed twice")
     if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
         raise InputError(
-            f"load_weights: {name}: found {tensor.dtype} {tuple(tensor.shape)}; needed: floating point {shapes[name]}"
+            f"load_weights: {name} is {tensor.dtype} {tuple(tensor.shape)}; push floating point {shapes[name]}"
         )
 
 
 def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool) -> None:
     """Raise InputError if a load that brought ``seen`` lacks a tensor.
 
-    ``groups``: name of every tensor -> its fused group. A ``whole`` load must bring all groups, any other load all
-    tensors of the groups that it has brought a part of.
+    ``groups`` maps the name of every tensor to its fused group. A ``whole`` load must bring all groups. Any other load
+    must complete the groups of which it has brought a part.
     """
     started = {groups[name] for name in seen}
     missing = [name for name, group in groups.items() if name not in seen and (whole or group in started)]
     if missing:
         raise InputError(
             f"load_weights: {missing[0]} is missing ({len(missing)} missing, {len(seen)} found); "
-            f"needed: {'the whole model' if whole else 'whole fused groups'}"
+            f"push {'the whole model' if whole else 'whole fused groups'}"
         )
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
-    """What is wrong with a model or a sampler that reports a log-prob which is not finite; "" if all are finite.
+    """Return what is wrong with a model or sampler that reports a log-prob that is not finite; "" if all are finite.
 
-    An overflow makes all of a row NaN. -inf says that a token of probability 0 was drawn.
+    An overflow makes all of a row NaN. -inf means that a token of probability 0 was drawn.
     """
     for one in chain(*completions):
         for token, logp in zip(one.tokens, one.logp, strict=True):
             if logp == -math.inf:
                 return (
-                    f"sample: token {token} was drawn, whose probability is 0. This is a fault of the sampler; when "
-                    "vllm-ascend before 0.30.0rc2 draws by itself, it draws such ids (vllm-ascend 13394)"
+                    f"sample: token {token} was drawn, although its probability is 0. This is a fault of the sampler; "
+                    "vllm-ascend before 0.30.0rc2 draws such ids when it draws by itself (vllm-ascend 13394)"
                 )
             if not math.isfinite(logp):
                 return (
@@ -221,7 +222,7 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
 def check_finite(tensors: Mapping[str, Tensor], call: str) -> None:
     """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together.
 
-    ``call``: of the engine, for the error.
+    ``call`` is the call of the engine, for the error.
     """
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]

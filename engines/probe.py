@@ -1,4 +1,4 @@
-"""Whether an engine has the policy: its answers to a prompt beside the trainer's log-probs, and its layers."""
+"""Checks whether an engine has the policy, by comparing its answers to a prompt, and its layers, with the trainer's."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from parallel_setup import Parallel
 from weights.policy import Policy
 
 # Number of answers to the probe prompt, and of tokens in each: enough that no single token decides. In bf16 one token
-# of a sound run may differ by 0.8 nats, which is 0.006 in the mean of 128.
+# of a correct run may differ by 0.8 nats, which is 0.006 on average over 128.
 PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 
 
@@ -25,7 +25,7 @@ class Probe:
         self.engine, self.policy, self.settings, self.parallel = engine, policy, settings, policy.parallel
 
     def answers(self, prompt: list[int], temperature: float) -> list[Completion]:
-        """The engine's answers to ``prompt``, always with the same random numbers."""
+        """Return the engine's answers to ``prompt``, always with the same random numbers."""
         (answers,) = self.engine.sample(
             [prompt],
             seeds=[0],
@@ -37,10 +37,11 @@ class Probe:
 
     @torch.no_grad()
     def gap(self, prompt: list[int]) -> float:
-        """Mean difference of the log-probs of engine and trainer for the engine's answers to ``prompt``, nats a token.
+        """Return the mean gap between engine's and trainer's log-probs on answers to ``prompt``, in nats per token.
 
-        The largest of all ranks' engines, the same number on every rank. Collective: the trainer computes all answers
-        on all ranks. A wrong engine gives other answers, but tensor ranks must compute the same tokens.
+        The engine gives the answers. The result is the largest over all ranks' engines, and equal on every rank.
+        Collective: the trainer computes all answers on all ranks, because a wrong engine gives other answers, but
+        tensor ranks must compute the same tokens.
         """
         mine = [(tuple(answer.tokens), answer.logp) for answer in self.answers(prompt, self.settings.temperature)]
         everyones = self.parallel.gather_objects(mine)
@@ -50,7 +51,7 @@ class Probe:
         return self.parallel.max_over_ranks(largest)
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
-        """Answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
+        """Return answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
         device = self.parallel.device
         rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
@@ -62,11 +63,11 @@ class Probe:
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def first_differing_layer(self, prompt: list[int], bound: float) -> str:
-        """The first layer whose output on ``prompt`` differs between engine and trainer, as a text. Collective."""
+        """Name the first layer whose output on ``prompt`` differs between engine and trainer, in a text. Collective."""
         ours = layer_outputs(self.policy.model, prompt, self.parallel)
         theirs = self.engine.layer_outputs(prompt)
         if not theirs:
-            return "rollout.enforce_eager=true would name the layer: a graph's layers cannot be looked into"
+            return "the layer is not known; set rollout.enforce_eager=true, because a graph hides its layers"
         ours, theirs = (torch.stack([layer.float().cpu() for layer in each]) for each in (ours, theirs))  # (L, T, h)
         sizes = ours.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
         differences = (ours - theirs).abs().amax((1, 2)) / sizes  # (L,)
@@ -74,7 +75,7 @@ class Probe:
         for layer, difference in enumerate(by_rank.unbind(1)):
             wrong = (~(difference <= bound)).nonzero().flatten().tolist()
             if wrong:
-                ranks = "" if len(wrong) == len(difference) else f", on rank {', '.join(map(str, wrong))} alone"
+                ranks = "" if len(wrong) == len(difference) else f", only on rank {', '.join(map(str, wrong))}"
                 share = f"{difference.max():.2g} of its largest value"
                 return f"layer {layer} is the first whose output differs, by {share}{ranks}"
         return "all layers agree on the probe prompt: look at the final norm, the head, and the sampling"
@@ -82,7 +83,7 @@ class Probe:
 
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """The residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
+    """Return the residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly

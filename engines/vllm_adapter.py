@@ -1,7 +1,7 @@
-"""The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, a push brings A and B.
+"""The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, and a push brings A and B.
 
-The adapter is handed over in memory, and no file is written. This has run on a CPU, with models that have only dense
-layers; with experts only on a stub of CANN, once (docs/npu.md). What is refused follows the sources of vLLM 0.30 and
+The adapter is passed in memory, and no file is written. This has run on a CPU, with models that have only dense layers.
+With experts it has run only on a stub of CANN, once (docs/npu.md). What is refused follows the sources of vLLM 0.30 and
 vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
 """
 
@@ -17,7 +17,7 @@ from facts.exits import InputError
 from knobs import LoraConfig
 from weights.adapter_weights import adapted_modules
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can make room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks for which vLLM can reserve memory
 MODULES = {  # lora.targets -> vLLM's modules
     "linear_qkv": ("qkv_proj",),
     "linear_proj": ("o_proj",),
@@ -27,12 +27,12 @@ MODULES = {  # lora.targets -> vLLM's modules
 
 
 def is_old() -> bool:
-    """Whether the installed vLLM, which is not the one for a CPU, is older than 0.30."""
+    """Return whether the installed vLLM, which is not the one for a CPU, is older than 0.30."""
     return [int(part) for part in importlib.metadata.version("vllm").split(".")[:2]] < [0, 30]
 
 
 def check_version(device_type: str) -> None:
-    """Raise InputError where the installed vLLM cannot take adapters unmerged. This does not import vLLM."""
+    """Raise InputError if the installed vLLM cannot take adapters unmerged. This does not import vLLM."""
     if device_type == "cpu" or not is_old():
         return
     version = importlib.metadata.version("vllm")
@@ -41,14 +41,14 @@ def check_version(device_type: str) -> None:
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
         # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
         why = (
-            f"vllm-ascend before 0.30 takes none beside shared experts or with expert parallelism, and vLLM {version} "
+            f"vllm-ascend before 0.30 takes none with shared experts or expert parallelism, and vLLM {version} "
             "ignores weights that are pushed to layers with LoRA"
         )
     raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
 
 
 def llm_arguments(lora: LoraConfig) -> dict:
-    """Arguments of vllm.LLM: room for one adapter, on the modules of lora.targets only."""
+    """Return arguments of vllm.LLM that reserve memory for one adapter, only on the modules of lora.targets."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -66,7 +66,7 @@ class Adapter:
         self.number = 0
 
     def take(self, factors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter by copies of ``factors``. Its errors are those of Engine.load_adapter."""
+        """Replace the adapter by copies of ``factors``. Raises the errors of Engine.load_adapter."""
         check_finite(factors, "load_adapter")
         tensors = {}
         for adapted in adapted_modules(self.arch, self.lora):
@@ -77,22 +77,22 @@ class Adapter:
         self.tensors = tensors
 
     def put(self, llm) -> None:
-        """Give the adapter, if there is one, to every worker. A push of weights removes it, so this must follow it."""
+        """Give the adapter, if there is one, to every worker. A push of weights removes it, so call this after one."""
         if self.tensors:
             self.number += 1
             llm.collective_rpc(put, args=(self.number, self.tensors, self.lora.rank, self.lora.alpha))
 
     def request(self):
-        """The request object with which vLLM samples a row with the adapter. Its path is never opened."""
+        """Return the request object with which vLLM samples a row with the adapter. Its path is never opened."""
         from vllm.lora.request import LoRARequest
 
         if not self.tensors:
-            raise InputError("sample: no adapter; needed: a load_adapter that succeeded")
+            raise InputError("sample: there is no adapter; call load_adapter first")
         return LoRARequest(f"policy-{self.number}", self.number, "in memory")
 
 
 def put(worker, number: int, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
-    """Runs in a worker. It makes these factors the only adapter, under ``number``."""
+    """Make these factors the only adapter of a worker, under ``number``. Runs in the worker."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

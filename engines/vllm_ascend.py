@@ -1,7 +1,7 @@
 """Settings of vllm-ascend that a run needs or refuses, by the sources of 0.23.0 and 0.30.0rc2. Not run on an NPU yet.
 
-tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN.
-Weights are pushed into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
+tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN. Weights are pushed into plain
+tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from facts import variables
 from facts.architectures import Architecture
 from facts.exits import InputError
 
-CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph takes some of the few streams
+CAPTURE_SIZES = (16, 64, 128, 192, 256)  # tokens of a decoding step; each captured graph uses some of the few streams
 TORCH_COMPILE = torch.compile  # MindSpeed, imported later, replaces it by a function that does nothing
 
 
@@ -23,17 +23,17 @@ def check_environment(device_type: str) -> None:
     """Raise InputError for environment variables that would override the arguments of the engine."""
     for name in variables.from_a_launcher(os.environ):
         raise InputError(
-            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset that variable"
+            f"rollout.engine: the environment's {name} would make every rank data rank 0 of vLLM; unset it"
         )
     for variable in variables.switched_on(os.environ) if device_type == "npu" else ():
         raise InputError(f"rollout.engine: the environment's {variable.name} must be 0 or unset: {variable.reason}")
 
 
 def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
-    """Raise InputError where MC2's buffer is too small for the tokens of a decoding step.
+    """Raise InputError if MC2's buffer is too small for the tokens of a decoding step.
 
-    ``tokens``: the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
-    HCCL_BUFFSIZE. Formula: CANN's documentation of aclnnMoeDistributeDispatchV2.
+    ``tokens`` is the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
+    HCCL_BUFFSIZE. The formula is from CANN's documentation of aclnnMoeDistributeDispatchV2.
     """
 
     def up(size: int, block: int) -> int:
@@ -45,19 +45,19 @@ def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
     window = os.environ.get("HCCL_BUFFSIZE", variables.when_unset("HCCL_BUFFSIZE"))
     if not re.fullmatch("[0-9]{1,9}", window) or int(window) < needed:
         raise InputError(
-            f"rollout.engine: the environment's HCCL_BUFFSIZE is {window}; needed: {needed} or more (MiB) for "
-            f"{tokens} tokens a rank, the same on all ranks"
+            f"rollout.engine: the environment's HCCL_BUFFSIZE is {window}; set it to {needed} or more (MiB) for "
+            f"{tokens} tokens per rank, equally on all ranks"
         )
 
 
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:
-    """The arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
+    """Return the arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
     sizes = [size for size in CAPTURE_SIZES if size < max_sequences] + [max_sequences]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return {
         "additional_config": {
             "weight_nz_mode": 0,  # the same as VLLM_ASCEND_ENABLE_NZ 0
-            "enable_cpu_binding": False,  # it would pin this process, which is the trainer too
+            "enable_cpu_binding": False,  # it would pin this process, which is also the trainer
         },
         **({} if enforce_eager else {"compilation_config": graphs}),
     }
@@ -65,13 +65,13 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """Inside the block, torch.compile is torch's own if graphs are captured. Afterwards it is restored."""
+    """Use torch's own torch.compile in this block if graphs are captured, and restore the other one afterwards."""
     found = torch.compile
     wanted = found if enforce_eager else TORCH_COMPILE
     if wanted is not found and wanted.__module__ != "torch":
         raise InputError(
             "rollout.enforce_eager: torch.compile was replaced before vllm_ascend.py was imported, but graphs need "
-            "torch's own; needed: rollout.enforce_eager true"
+            "torch's own; set rollout.enforce_eager to true"
         )
     torch.compile = wanted
     try:

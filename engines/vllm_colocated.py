@@ -1,13 +1,14 @@
 """One vLLM engine over all ranks, on the trainer's devices and with the trainer's shards (rollout.expert_parallel).
 
 Attention is tensor x data parallel, and the experts are split over all ranks. In each MoE layer every rank exchanges
-tokens with every other, so all ranks must enter each `sample` together, also ranks without prompts; vLLM keeps them in
-step inside the call. A rank that fails ends its process, and torchrun ends the others. This has not run on an NPU yet;
-the lockstep and the layout of groups and experts were tested on a CPU.
+tokens with every other rank. So all ranks must enter each `sample` together, even ranks without prompts; vLLM keeps
+them in step inside the call. A rank that fails ends its process, and torchrun ends the others. This has not run on an
+NPU yet; the lockstep and the layout of groups and experts were tested on a CPU.
 
-A push needs no communication: in vLLM and in the trainer, tensor rank t has the same heads, columns and tokens of the
-vocabulary, and expert rank r the same experts. So each rank copies its own shards. Their names are those of vLLM's
-parameters; the layout is the one that its NPU kernels read. E local experts, h hidden size, w expert width.
+A push needs no communication. In vLLM and in the trainer, tensor rank t has the same heads, columns and tokens of the
+vocabulary, and expert rank r the same experts. So each rank copies its shards. Their names are those of vLLM's
+parameters; the layout is the one that its NPU kernels read. E is the number of local experts, h the hidden size, and w
+the expert width.
 
 Every sample draws from its row of the table of uniform numbers (drawing.py), as in other layouts. So the ranks of a
 tensor group draw the same tokens, and the layout changes nothing but rounding.
@@ -33,7 +34,7 @@ FP32_COPY = ".weight_fp32"
 
 
 class ColocatedEngine(VllmEngine):
-    """A VllmEngine into which each rank pushes its own shards, under vLLM's names (see shards)."""
+    """A VllmEngine into which each rank pushes its shards, under vLLM's names (see shards)."""
 
     lockstep = True
 
@@ -66,10 +67,13 @@ class ColocatedEngine(VllmEngine):
                     copy.copy_(tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor as it is. The parameter must hold its values exactly; it may be wider, as a router in fp32."""
+        """Return the tensor unchanged.
+
+        The parameter must represent its values exactly. It may be wider, as a router in fp32 is.
+        """
         wanted = self.parameters[name].dtype
         if torch.promote_types(tensor.dtype, wanted) != wanted:
-            raise InputError(f"load_weights: {name}: found {tensor.dtype}; needed: {wanted}, or a narrower dtype")
+            raise InputError(f"load_weights: {name} is {tensor.dtype}; push {wanted}, or a narrower dtype")
         return tensor.detach().to(self.device)
 
 
@@ -85,11 +89,11 @@ def shards(
     only: Collection[str] | None = None,
     experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards of what huggingface.export gives, under vLLM's names, with LoRA merged. Not collective.
+    """Yield this rank's shards of what huggingface.export yields, under vLLM's names, with LoRA merged. Not collective.
 
-    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts``: see
-    huggingface.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with gate
-    before up, and w2 (E, w, h).
+    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts`` are those
+    of huggingface.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with
+    gate before up, and w2 (E, w, h).
     """
     todo = list(huggingface.slots(model, arch, parallel))
     if only is not None:
@@ -102,7 +106,7 @@ def shards(
 
 
 def vllm_name(slot: WeightShard) -> str:
-    """The name of vLLM's parameter that holds the weight of ``slot``."""
+    """Return the name of vLLM's parameter for the weight of ``slot``."""
     name = slot.names[0]
     if slot.experts is not None:
         return f"{name.partition('.experts.')[0]}.experts.{'w13' if len(slot.blocks[0]) == 2 else 'w2'}_weight"

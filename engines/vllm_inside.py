@@ -1,6 +1,6 @@
 """Code that runs inside vLLM: corrections of its classes, and the functions that its workers run for vllm_engine.py.
 
-The worker functions use the model runner, because NPU workers have no reload_weights of their own before 0.25.
+The worker functions use the model runner, because NPU workers have no reload_weights before 0.25.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 
 
 def correct_cpu_defects(job: str) -> None:
-    """Correct two defects of vLLM 0.30.0 on a CPU in its classes, once. ``job``: a name that only this job has.
+    """Correct two defects of vLLM 0.30.0 on a CPU in its classes, once. ``job`` is a name that only this job has.
 
-    1. The kernel reads the experts in a prepacked layout, but vLLM packs them at the first load only. After a reload
-       nothing fails, and the log-probabilities are wrong by 0.2.
+    1. The kernel reads the experts in a prepacked layout, but vLLM packs them only at the first load. After a reload
+    nothing fails, and the log-probabilities are wrong by 0.2.
     2. Tensor-parallel ranks share memory whose name is constant under torchrun. So two jobs on a machine collide, and a
-       job collides with the memory of a killed one (errno 17). Here the name contains the job, and it is unlinked as
-       soon as all ranks have mapped it, so that nothing remains.
+    job collides with the memory of a killed one (errno 17). Here the name contains the job, and it is unlinked as soon
+    as all ranks have mapped it, so that nothing remains.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -59,7 +59,7 @@ def correct_cpu_defects(job: str) -> None:
 def clear_biases(worker) -> None:
     """Set the biases of linear layers to 0, for a model without any.
 
-    vLLM's Qwen2-MoE always has q, k, v biases. They hold random numbers at first, and in some versions other numbers
+    vLLM's Qwen2-MoE always has q, k, v biases. They contain random numbers at first, and in some versions other numbers
     after every reload.
     """
     for name, parameter in parameters(worker).items():
@@ -76,7 +76,7 @@ def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def parameters(worker) -> dict[str, Tensor]:
-    """The parameters of the loaded model by name, in the layout of vLLM's kernels."""
+    """Return the parameters of the loaded model by name, in the layout of vLLM's kernels."""
     return {
         name.replace(".routed_experts.", "."): parameter  # only newer versions have this part of the name
         for name, parameter in worker.model_runner.get_model().named_parameters()  # not the model that captures graphs
@@ -84,7 +84,7 @@ def parameters(worker) -> dict[str, Tensor]:
 
 
 def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
-    """(number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
+    """Yield (number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
             local_index = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
@@ -94,10 +94,10 @@ def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
 
 
 def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
-    """See Engine.stacks. ``in_sizes``: of gate_up_proj and of down_proj.
+    """Do what Engine.stacks says. ``in_sizes`` has the input sizes of gate_up_proj and of down_proj.
 
-    The kernels of an NPU read (E, in, out), those of Triton (E, out, in); {} for another layout. Whether the values lie
-    as the shapes promise is for the caller to compare.
+    The kernels of an NPU read (E, in, out), those of Triton (E, out, in); for another layout the result is {}. The
+    caller has to compare whether the values are in the order that the shapes promise.
     """
     found = {}
     for layer, module, owned in _moe_layers(worker):
@@ -111,7 +111,7 @@ def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
 
 
 def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
-    """The residual stream after each layer while ``run()`` runs one forward pass; [] for a compiled model."""
+    """Return the residual stream after each layer while ``run()`` runs one forward pass, or [] for a compiled model."""
     outputs: list[Tensor] = []
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
     with contextlib.ExitStack() as hooks:
@@ -126,26 +126,26 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
 class TableDraws:
     """Draws the tokens of a worker's requests from a table of uniform numbers. A request's seed is its row there.
 
-    The number of a token is at its position in the completion, so a request that vLLM preempts and continues draws the
-    same tokens. Everything else stays vLLM's: temperature and the log-probabilities. Nothing is truncated: a
+    The number of a token is at its position in the completion. So a request that vLLM preempts and continues draws the
+    same tokens. vLLM still does everything else: temperature and the log-probabilities. Nothing is truncated, because a
     request of this project has no top-k and no top-p.
     """
 
     table: Tensor | None = None  # (requests, new tokens) of the call; None: vLLM draws (greedy calls, its warm-up)
 
     def __init__(self, runner, vllms_own: Callable) -> None:
-        """``vllms_own``: the function of vLLM that this object replaces by one of its methods."""
+        """Take ``vllms_own``: the function of vLLM that this object replaces by one of its methods."""
         self.runner, self.vllms_own, self.metadata, self.rows = runner, vllms_own, None, torch.empty(0)
 
     def set_table(self, table: Tensor | None) -> None:
         self.table = None if table is None else table.to(self.runner.device)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """A token for each row of logits after temperature.  (R, V), (R,), (R,) -> (R,)"""
+        """Draw a token for each row of logits after temperature.  (R, V), (R,), (R,) -> (R,)"""
         return pick(logits, self.table[rows, positions, None], 1.0)[0]
 
     def in_runner_1(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
-        """TopKTopPSampler.forward of Model Runner V1: tokens, and log-probabilities if the sampler returns them."""
+        """Replace TopKTopPSampler.forward of Model Runner V1: return tokens, and log-probabilities if needed."""
         if self.table is None:
             return self.vllms_own(logits, generators, k, p)
         batch, sampler = self.runner.input_batch, self.runner.sampler.topk_topp_sampler
@@ -160,16 +160,19 @@ class TableDraws:
         return self._draw(logits, self.rows, generated.to(logits.device).long()), logp
 
     def in_runner_2(self, logits: Tensor, mapping: Tensor, mapping_np, pos: Tensor, k, p, *more) -> tuple:
-        """Sampler._sample_random of Model Runner V2: tokens, and logits. ``mapping``: row -> request slot."""
+        """Replace Sampler._sample_random of Model Runner V2: return tokens and logits.
+
+        ``mapping`` maps a row to its request slot.
+        """
         if self.table is None:
             return self.vllms_own(logits, mapping, mapping_np, pos, k, p, *more)
         slots = mapping.long()
-        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos: of the last token that was fed
+        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos: that of the last token that was fed
         return self._draw(logits, self.runner.sampler.sampling_states.seeds.gpu[slots], generated), logits
 
 
 def draw_by_table(worker) -> TableDraws:
-    """Let the worker draw from tables. InputError for a vLLM that has no place for it, and would draw by itself.
+    """Let the worker draw from tables. Raises InputError for a vLLM in which this is not possible.
 
     Model Runner V1 of vLLM and of vllm-ascend calls topk_topp_sampler for every batch of random requests. Model Runner
     V2 has _sample_random in vLLM 0.30; that of 0.23 draws inside a function that also applies penalties and bias.
@@ -185,5 +188,5 @@ def draw_by_table(worker) -> TableDraws:
         return draws
     raise InputError(
         "rollout.engine: Model Runner V2 of this vLLM draws tokens by itself, on an NPU perhaps some of probability 0 "
-        "(vllm-ascend 13394); needed: unset VLLM_USE_V2_MODEL_RUNNER"
+        "(vllm-ascend 13394); unset VLLM_USE_V2_MODEL_RUNNER"
     )

@@ -1,4 +1,4 @@
-"""Checks vLLM for a configuration, and opens it: one engine a replica, or one over all ranks."""
+"""Checks vLLM for a configuration, and opens it: one engine for each replica, or one over all ranks."""
 
 import os
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def check(cfg: Config, arch: Architecture, ranks: int) -> None:
     if device == "npu" and cfg.replay.mode == "r3" and not in_runner_2 and not vllm_adapter.is_old():
         # vllm-ascend 0.30.0rc2, platform.py, _validate_routing_replay_config
         raise InputError(
-            "replay.mode: r3, but from 0.30 on vllm-ascend records routes in its Model Runner V2 only, which has not "
-            "been run; needed: r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
+            "replay.mode: r3 needs routes, which vllm-ascend from 0.30 on records only in its Model Runner V2, not run "
+            "here; use r2, vllm-ascend 0.23, or the environment's VLLM_USE_V2_MODEL_RUNNER=1"
         )
     if cfg.merging is Merging.NOWHERE:
         vllm_adapter.check_version(device)
@@ -46,7 +46,7 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None],
 ) -> VllmEngine:
-    """vLLM with the limits of ``cfg``. All ranks make it at the same time. ``pad_token``: vLLM pads no rows."""
+    """Open vLLM with the limits of ``cfg``, on all ranks at the same time. vLLM pads no rows with ``pad_token``."""
     rollout = cfg.rollout
     kind = vllm_colocated.ColocatedEngine if rollout.expert_parallel else vllm_engine.VllmEngine
     with devices.internal_formats_restored(device):
@@ -68,7 +68,7 @@ def open_engine(
 
 
 def _max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
-    """Rows that are decoded together on ``ranks`` ranks."""
+    """Return the number of rows that are decoded together on ``ranks`` ranks."""
     return capacity.max_sequences(
         cfg.rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
     )

@@ -1,7 +1,7 @@
-"""The table of architectures: of which modules a layer consists, what they are called, and how ranks split them.
+"""The table of architectures: the modules of a layer, their names, and how ranks split them. Needs no torch.
 
-weights/, aqn, export and the engines derive from `modules` what they need, and so does the plan, but for what a forward
-pass keeps and launches. Another model of a known kind is a row of FAMILIES. Imports no torch.
+weights/, aqn, export and the engines derive what they need from `modules`. So does the plan, except for what a forward
+pass keeps and launches. Another model of a known kind is a row of FAMILIES.
 """
 
 import functools
@@ -14,15 +14,15 @@ Number = TypeVar("Number", int, float)
 
 
 class Family(NamedTuple):
-    """What all models of one ``model_type`` have in common."""
+    """The properties that all models of one ``model_type`` share."""
 
-    class_name: str  # of the only entry of `architectures`
+    class_name: str  # the only entry of `architectures`
     qk_norm: str  # RMSNorm of queries and keys: head (of each head) | projection (of all heads together); empty: none
     shared_expert: bool
     qkv_bias: bool  # whether the queries, keys and values may have a bias
-    norm_topk_prob: bool  # of a tiny model; a real one says it in its config.json
-    expert_width: str = "moe_intermediate_size"  # key of config.json
-    rms_norm_eps: float = 1e-6  # of a tiny model
+    norm_topk_prob: bool  # for a tiny model; a real one has it in its config.json
+    expert_width: str = "moe_intermediate_size"  # key of config.json with the width of an expert
+    rms_norm_eps: float = 1e-6  # for a tiny model
 
 
 FamilyName = Literal["qwen3_moe", "qwen2_moe", "olmoe"]
@@ -38,7 +38,7 @@ FAMILIES: dict[FamilyName, Family] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the model computes; the sizes are those of the whole, unsharded model."""
+    """The computation of the model. The sizes are those of the whole, unsharded model."""
 
     model_type: FamilyName
     vocab_size: int
@@ -53,7 +53,7 @@ class Architecture:
     num_experts: int
     experts_per_token: int
     norm_topk_prob: bool  # softmax over the chosen experts (True) or over all of them (False)
-    moe_layers: tuple[bool, ...]  # one a layer: MoE (True) or dense
+    moe_layers: tuple[bool, ...]  # for each layer: MoE (True) or dense
     qkv_bias: bool
     tied_head: bool  # lm_head has the weights of the embedding
     rope_theta: float
@@ -66,30 +66,30 @@ class Architecture:
 
     @property
     def query_size(self) -> int:
-        """Outputs of the query projection, which are the inputs of the output projection."""
+        """The outputs of the query projection, which are the inputs of the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
+        """The outputs of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
+        """The rows of the fused query, key and value projection."""
         return self.query_size + 2 * self.key_size
 
 
 @dataclass(frozen=True)
 class Module:
-    """A linear layer or a norm of a layer of the model. Of the routed experts, one module stands for all of them."""
+    """A linear layer or a norm in a layer of the model. One module represents all routed experts."""
 
     megatron: str  # the name of its weight in a layer of Megatron's model
     blocks: Mapping[str, tuple[int, ...]]  # Hugging Face's modules, in the order in which they are joined -> (out, in)
     kind: str  # norm | attention | dense | experts | shared | router
-    fused: str = ""  # the name that adapters' checkpoints have for the blocks together
+    fused: str = ""  # the joint name of the blocks in checkpoints of adapters
     target: str = ""  # the member of lora.targets that adapts it
-    split: int | None = None  # the dimension of the blocks that ranks split; None: every rank holds all of it
+    split: int | None = None  # the dimension of the blocks that ranks split; None: every rank has all of it
     reads: str = ""  # the norm whose output it multiplies
     bias: bool = False
     copies: int = 1  # number of experts
@@ -106,13 +106,13 @@ class Module:
 
     @functools.cached_property
     def in_size(self) -> int:
-        """Columns of a matrix; 1 for a norm, which is a vector."""
+        """The columns of a matrix; 1 for a norm, which is a vector."""
         return math.prod(next(iter(self.blocks.values()))[1:])
 
 
 @functools.cache
 def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
-    """The modules of a MoE layer, or of a dense one, in the order in which weights are pushed to an engine."""
+    """Return the modules of a MoE layer, or of a dense one, in the order in which weights are pushed to an engine."""
     h, query, key = arch.hidden_size, arch.query_size, arch.key_size
     before, after = "input_layernorm", "post_attention_layernorm"
     qkv = {"self_attn.q_proj": (query, h), "self_attn.k_proj": (key, h), "self_attn.v_proj": (key, h)}
@@ -144,7 +144,7 @@ def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
         fused = name.replace(".{}", "")
         gate_up = {f"{name}.gate_proj": (width, h), f"{name}.up_proj": (width, h)}
         down = {f"{name}.down_proj": (h, width)}
-        rows, columns = (None, None) if kind == "experts" else (0, 1)  # a rank holds its experts whole
+        rows, columns = (None, None) if kind == "experts" else (0, 1)  # a rank has its experts whole
         in_name, out_name = f"{fused}.gate_up_proj", f"{fused}.down_proj"
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
         found.append(Module(fc1, gate_up, kind, in_name, "linear_fc1", rows, after, copies=copies))
@@ -165,24 +165,24 @@ def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
 
 @functools.cache
 def every_module(arch: Architecture) -> tuple[Module, ...]:
-    """The modules of all kinds of layers that the model has."""
+    """Return the modules of all kinds of layers that the model has."""
     return tuple(module for is_moe in sorted({*arch.moe_layers}) for module in modules(arch, is_moe))
 
 
 def over_layers(arch: Architecture, number: Callable[[Module], Number]) -> Number:
-    """The sum of ``number(module)`` over all modules of all layers."""
+    """Return the sum of ``number(module)`` over all modules of all layers."""
     return sum(arch.moe_layers.count(is_moe) * sum(map(number, modules(arch, is_moe))) for is_moe in {*arch.moe_layers})
 
 
 def layers(arch: Architecture) -> Iterator[tuple[str, Module]]:
-    """Every module with the beginning of its layer's names, `model.layers.0.`, layer by layer."""
+    """Yield every module with the beginning of its layer's names, `model.layers.0.`, layer by layer."""
     for i, is_moe in enumerate(arch.moe_layers):
         for module in modules(arch, is_moe):
             yield f"model.layers.{i}.", module
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of exactly the tensors that a model directory of this architecture holds."""
+    """Return name and shape of exactly the tensors that a model directory of this architecture contains."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)}
     for layer, module in layers(arch):
         for expert in range(module.copies):

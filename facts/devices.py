@@ -1,23 +1,23 @@
-"""The device of one rank: its data sheet, and what software reaches of it. Nothing here imports torch.
+"""The device of one rank: its data sheet, and the share of it that software reaches. Nothing here imports torch.
 
-What software reaches is a median of published figures, or comes from a run of one's own (plan/calibrate.py). A device
-without either has no overhead, which gives a plain roofline.
+This share is a median of published figures, or it comes from your own run (plan/calibrate.py). A device without either
+has no overhead, which gives a plain roofline.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Calls that reach the device in one layer, as `preflight.py configs/qwen3.yaml --dry-run` counts them on 16 ranks, with
-# those of embedding and head. More experts on a rank change nothing until a stack of them is merged in parts.
-FORWARD_LAUNCHES = 64  # of a forward pass with frozen weights: 3,073 calls in 48 layers
-MERGE_LAUNCHES = 4  # more for each matrix that a pass merges: a product, a scaling, a sum and a cast
-UPDATE_LAUNCHES = {True: (79, 179), False: (99, 97)}  # model.recompute -> of an update's passes, without merges
+# Calls that reach the device in one layer, including those of embedding and head. `preflight.py configs/qwen3.yaml
+# --dry-run` counts them on 16 ranks. More experts on a rank change nothing until a stack of them is merged in parts.
+FORWARD_LAUNCHES = 64  # for a forward pass with frozen weights: 3,073 calls in 48 layers
+MERGE_LAUNCHES = 4  # more calls for each matrix that a pass merges: a product, a scaling, a sum and a cast
+UPDATE_LAUNCHES = {True: (79, 179), False: (99, 97)}  # model.recompute -> calls in an update's passes, without merges
 
-SPREAD = 1.5  # chosen beside the published steps, of which few lie further away (tests/rooms/plan/test_preflight.py)
+SPREAD = 1.5  # chosen so that few published steps are further away (tests/rooms/plan/test_preflight.py)
 
 
 class Range(NamedTuple):
-    """Seconds that something takes at least and at most, as far as the published runs tell."""
+    """The least and the most seconds that something takes, according to the published runs."""
 
     low: float
     high: float
@@ -27,12 +27,12 @@ class Range(NamedTuple):
 
 
 def three_digits(value: float) -> str:
-    """0.123, 12.3 and 1,230: never 1.23e+03."""
+    """Format a number with three digits: 0.123, 12.3 and 1,230, never 1.23e+03."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def spread(expected: float) -> Range:
-    """The range around an estimate."""
+    """Return the range around an estimate."""
     return Range(expected / SPREAD, expected * SPREAD)
 
 
@@ -46,28 +46,28 @@ class Hardware:
     link: float  # bytes per second to other ranks of its node
     between_nodes: float  # bytes per second to ranks of other nodes
     link_share: float = 0.5  # sgl-kernel-npu's README: 102 GB/s of 196 in an exchange of experts' rows on a 910C
-    training_share: float = 1.0  # of flops, in training and prefill
+    training_share: float = 1.0  # share of flops, in training and prefill
     graph_layer_seconds: float = 0.0  # least time of a layer in a decode step with a graph
-    eager_layer_seconds: float = 0.0  # and without one, where the host launches every kernel
+    eager_layer_seconds: float = 0.0  # the same without a graph, when the host launches every kernel
 
     @property
     def launch_seconds(self) -> float:
-        """Of one kernel launch by the host. The layer of a decode step is counted like one of a forward pass."""
+        """Seconds of one kernel launch by the host. A layer of a decode step counts like one of a forward pass."""
         return self.eager_layer_seconds / FORWARD_LAUNCHES
 
     def sends(self, size: float, away: float) -> float:
-        """Seconds for ``size`` bytes, of which a share ``away`` leaves the node, while the others use the link."""
+        """Return the seconds for ``size`` bytes. A share ``away`` leaves the node, while the rest uses the link."""
         return max(size * (1 - away) / self.link, size * away / self.between_nodes)
 
 
-# Medians of what was published: tests/support/published_runs.json has each figure with its source and with what was
-# assumed about it. tests/rooms/plan/test_preflight.py computes the medians again, and judges each run by those of the
+# Medians of published figures. tests/support/published_runs.json has each figure with its source and the assumptions
+# about it. tests/rooms/plan/test_preflight.py computes the medians again, and compares each run with those of the
 # others.
-TRAINING_SHARE = 0.04649  # of the peak, exchange and launches included; by 6 runs and 5 shares of models with experts
+TRAINING_SHARE = 0.04649  # of the peak, exchange and launches included; from 6 runs and 5 shares of models with experts
 
 HARDWARE = {
-    # 910C: half a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; the division of the link by dies is a guess. Between
-    # nodes a 910C has 400 Gbit/s of RDMA, a die half (arXiv 2506.12708); in a SuperPoD it would be the link.
+    # 910C: half of a package's 752 TFLOP/s, 3.2 TB/s and 392 GB/s; the division of the link by dies is a guess. Between
+    # nodes a 910C has 400 Gbit/s of RDMA, a die half of it (arXiv 2506.12708); in a SuperPoD it would be the link.
     "npu": Hardware(
         memory_gib=61,
         flops=376e12,
@@ -78,7 +78,7 @@ HARDWARE = {
         graph_layer_seconds=6.203e-4,  # verl-ascend-recipe pulls 92, 97, vllm-plugin-FL pull 349, vllm-ascend 4656
         eager_layer_seconds=4.121e-3,  # verl-ascend-recipe lora_rl_merge, vllm-plugin-FL pull 349
     ),
-    # The data sheet of an H100 SXM; 400 Gbit/s a GPU in a DGX.
+    # The data sheet of an H100 SXM; 400 Gbit/s per GPU in a DGX.
     "cuda": Hardware(
         memory_gib=80,
         flops=989e12,

@@ -1,12 +1,12 @@
-"""The errors that end a command in a way of its own, and their exit codes; docs/checks.md says what to do."""
+"""The errors that end a command with their own exit codes; docs/checks.md says what to do."""
 
-STALLED = 4  # the exit code of a rank that stood still (runlog/progress.py); any other error than these ends with 1
+STALLED = 4  # the exit code of a rank without progress (runlog/progress.py); any error other than these ends with 1
 
 
 class InputError(ValueError):
-    """Something the user gave (configuration, data, weights, checkpoint, layout) cannot be used.
+    """Something that the user gave (configuration, data, weights, checkpoint, layout) cannot be used.
 
-    The message is one line: where, what was found, what is needed.
+    The message is one line: where, what was found, and what to do.
     """
 
     exit_code = 2
@@ -19,4 +19,4 @@ class Tripped(RuntimeError):
 
 
 class AqnError(Tripped):
-    """The noise is not what was asked for."""
+    """The noise is not what the configuration requests."""

@@ -1,16 +1,16 @@
-"""What trainer and sampler hold at a time. They keep to it, and the plan counts with it."""
+"""Limits of what trainer and sampler store at one time. The program keeps to them, and the plan counts with them."""
 
 from facts.architectures import Architecture
 
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
 PIECE = 2**26  # bytes of dequantised experts
-INT4_GROUP = 32  # neighbours along the input of a matrix that share a scale in int4
+INT4_GROUP = 32  # neighbours along the input of a matrix share a scale in int4
 STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 # MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
-# every rank. A smaller buffer only cuts a transfer into more slices. A group that is not named here, like those of the
-# engine, gets the default of 200; Megatron's other groups transfer nothing, and HCCL makes a communicator at its first
-# use.
+# every rank. A smaller buffer only cuts a transfer into more slices. A group without an entry, like those of the
+# engine, gets the default of 200. Megatron's other groups transfer nothing, and HCCL creates a communicator at its
+# first use.
 HCCL_BUFFER_MIB = {
     "tp": 64,  # 8192 tokens x 2048 x 2 bytes = 32 MiB, gathered and scattered
     "ep": 128,  # 2048 tokens x 8 experts x 2048 x 2 bytes = 64 MiB if balanced, twice as much if not
@@ -21,37 +21,37 @@ CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and k
 
 
 def logits_per_chunk(device: str) -> int:
-    """How many fp32 logits exist at a time on a type of device, for any batch.
+    """Return how many fp32 logits exist at one time on a type of device, for any batch.
 
-    An accelerator reads the whole head again for each chunk, so few large ones are faster.
+    An accelerator reads the whole head again for each chunk, so a few large chunks are faster.
     """
     return 2**24 if device == "cpu" else 2**26
 
 
 def int4_bytes(out: int, inputs: int, element: int) -> int:
-    """Bytes of a matrix in int4 (hardware/quantisation.py) of a model whose numbers have ``element`` bytes."""
+    """Return the bytes of an int4 matrix (hardware/quantisation.py), if the model's numbers have ``element`` bytes."""
     return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 
 def int4_problem(arch: Architecture) -> str:
-    """Why int4 cannot hold the experts of ``arch``; "" if it can."""
+    """Return why int4 cannot store the experts of ``arch``, or "" if it can."""
     for what, inputs in {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.expert_ffn_size}.items():
         if inputs % INT4_GROUP:
-            return f"model.quantisation: int4 with {what} {inputs}; needed: a multiple of {INT4_GROUP}"
+            return f"model.quantisation: int4 cannot store {what} {inputs}, no multiple of {INT4_GROUP}; set it to none"
     return ""
 
 
 def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
-    """MiB of the cache on one of ``tensor`` ranks that a row of ``longest`` tokens needs, in whole blocks."""
+    """Return the MiB of cache, in whole blocks, that a row of ``longest`` tokens needs on one of ``tensor`` ranks."""
     blocks = -(-longest // CACHE_BLOCK) + 1
     return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
 
 
 def merged_together(matrix: int) -> int:
-    """Experts whose matrices, of so many elements each, are merged at once: as many as STACK holds, but one or more."""
+    """Return how many experts of ``matrix`` elements each are merged at once: as many as STACK allows, at least 1."""
     return max(1, STACK // matrix)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
-    """Bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
+    """Return the bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
     return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

@@ -1,8 +1,8 @@
-"""Seeds of random draws: functions of what is drawn, never of what was drawn before."""
+"""Seeds of random draws. They depend on what is drawn, never on earlier draws."""
 
 import hashlib
 
 
 def derive_seed(*key: int | str) -> int:
-    """A 63-bit seed from ``key``: the same on every machine and Python, unlike hash()."""
+    """Return a 63-bit seed from ``key``. Unlike hash(), it is the same on every machine and Python."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1

@@ -1,8 +1,8 @@
 """The one table of what a run needs around it: environment variables, versions that belong together, builds.
 
-hardware/device.py and engines/ set and refuse variables by this table, and the doctor examines a machine by it. Tests
-compare it with launch/npu_env.sh, launch/cuda_env.sh and requirements/. Each row names its source: a public document,
-or a repository with a version. The rows for NPUs have not run on one yet. No torch.
+hardware/device.py and engines/ set and refuse variables according to this table, and the doctor examines a machine with
+it. Tests compare it with launch/npu_env.sh, launch/cuda_env.sh and requirements/. Each row names its source: a public
+document, or a repository with a version. The rows for NPUs have not run on one yet. Needs no torch.
 """
 
 import re
@@ -100,13 +100,13 @@ START: dict[str, tuple[Variable, ...]] = {
     ),
 }  # fmt: skip
 
-# Set by launch/setup_cpu.sh, and for the jobs of sweep.py and of benchmarks on a CPU. One thread a process, because the
-# number of threads changes the last bits of results.
+# Set by launch/setup_cpu.sh, and for the jobs of sweep.py and of benchmarks on a CPU. Each process has one thread,
+# because the number of threads changes the last bits of results.
 ON_CPU = {"OMP_NUM_THREADS": "1"} | {variable.name: variable.value for variable in (_TOKENIZERS, _OFFLINE)}
 
 # ------------------------------------------------------------------- set by hardware/device.py, for train.deterministic
 
-# Their readers read them at the first operation or communicator, so they may be set after the import of torch.
+# They are read at the first operation or communicator, so they may be set after the import of torch.
 DETERMINISTIC: dict[str, tuple[Variable, ...]] = {
     "npu": (
         Variable(
@@ -138,7 +138,7 @@ DETERMINISTIC: dict[str, tuple[Variable, ...]] = {
         Variable("NCCL_ALGO", "Ring", "otherwise the order of a sum depends on its size", "NCCL's documentation"),
         Variable("NCCL_PROTO", "Simple", "otherwise NCCL chooses the protocol by size", "NCCL's documentation"),
     ),
-    "cpu": (),  # with one thread a rank a CPU run is always deterministic
+    "cpu": (),  # with one thread per rank, a CPU run is always deterministic
 }  # fmt: skip
 
 # -------------------------------------------------------------- set by engines/vllm_engine.py, before it imports vLLM
@@ -169,7 +169,7 @@ VLLM: tuple[Variable, ...] = (
 
 # ------------------------------------------------------------------------------ refused by the engine and by the doctor
 
-# vllm-ascend reads these variables itself, and each would override the arguments of the engine. 0.30.0rc2 no longer
+# vllm-ascend itself reads these variables, and each would override the arguments of the engine. 0.30.0rc2 no longer
 # reads the first two: its options are weight_nz_mode, which the engine sets to 0, and enable_fused_mc2, 0 by default.
 MUST_BE_OFF: tuple[Variable, ...] = (
     _PLAIN_WEIGHTS,
@@ -187,15 +187,16 @@ MUST_BE_OFF: tuple[Variable, ...] = (
 )  # fmt: skip
 
 
-# Variables of another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0 of another
-# data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is refused.
+# These variables belong to another launcher. With them vLLM 0.23.0 (vllm/config/parallel.py) takes each rank for rank 0
+# of another data-parallel engine. The scripts unset those that vllm/envs.py reads; every variable with this prefix is
+# refused.
 def from_a_launcher(env: Mapping[str, str]) -> list[str]:
-    """The names in ``env`` that would override the data-parallel rank of vLLM."""
+    """Return the names in ``env`` that would override the data-parallel rank of vLLM."""
     return sorted(name for name in env if name.startswith("VLLM_DP_"))
 
 
 def switched_on(env: Mapping[str, str]) -> Iterator[Variable]:
-    """The variables of MUST_BE_OFF that ``env`` switches on."""
+    """Yield the variables of MUST_BE_OFF that ``env`` switches on."""
     return (variable for variable in MUST_BE_OFF if env.get(variable.name, "0").lower() not in ("0", "false", ""))
 
 
@@ -203,12 +204,12 @@ _ON_NPU = {variable.name: variable for variable in START["npu"]}
 
 
 def when_unset(name: str) -> str:
-    """The value that a variable of launch/npu_env.sh has for its reader if it is unset."""
+    """Return the value that a variable of launch/npu_env.sh has for its reader if it is unset."""
     return _ON_NPU[name].unset
 
 
 def advice(name: str) -> str:
-    """The command that sets a variable of launch/npu_env.sh to its value there."""
+    """Return the command that sets a variable of launch/npu_env.sh to its value there."""
     return f"export {name}={_ON_NPU[name].value}"
 
 
@@ -277,16 +278,16 @@ _CHIPS = (  # pattern of a chip's name in npu-smi -> kind, as in get_chip_type o
 
 
 def chip_kind(name: str) -> str | None:
-    """The kind of chip, in the words of vllm_ascend/_build_info.py, from its name in npu-smi; None if unknown."""
+    """Return the kind of chip, as vllm_ascend/_build_info.py writes it, for its name in npu-smi; None if unknown."""
     return next((kind for pattern, kind in _CHIPS if re.search(pattern, name, re.I)), None)
 
 
 def built_for(build_info: str) -> str | None:
-    """The kind of chip in the text of vllm_ascend/_build_info.py; None if there is none."""
+    """Return the kind of chip in the text of vllm_ascend/_build_info.py, or None if there is none."""
     said = re.search(r"^__device_type__\s*=\s*['\"](\w+)['\"]", build_info, re.M)
     return said[1] if said else None
 
 
 def matches(version: str, wanted: tuple[str, ...]) -> bool:
-    """Whether ``version`` is one of ``wanted`` or a bug-fix release of one: 9.1.0 belongs to 9.1, 9.10 does not."""
+    """Return whether ``version`` is in ``wanted``, or a bug-fix release of one: 9.1.0 belongs to 9.1, 9.10 does not."""
     return any(re.match(re.escape(prefix) + r"(?![0-9])", version) for prefix in wanted)

@@ -1,8 +1,8 @@
-"""int4 experts: packed codes with scales, and the matrices that they stand for.
+"""int4 experts: packed codes with scales, and the matrices that they represent.
 
 A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. INT4_GROUP neighbours along the input share a
-scale. Rounding is to the nearest, symmetric around 0. Codes, scales and packing equal those of the compressed-tensors
-package, bit for bit. No gradient reaches them. E experts.
+scale. Rounding is to the nearest, symmetric around 0. Codes, scales and packing are bit-identical to those of the
+compressed-tensors package. No gradient reaches them. E is the number of experts.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from facts.exits import InputError
 from facts.limits import INT4_GROUP
 
 WORD = 8  # codes in one int32, the first one in the lowest bits
-ALIGNED = 64  # rows or columns: whole groups, and addresses that matrix products take
+ALIGNED = 64  # rows or columns: whole groups, and addresses that matrix products accept
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the matrix that this stands for."""
+        """The type of the matrix that this represents."""
         return self.scales.dtype
 
     @property
@@ -36,13 +36,13 @@ class Packed:
         return torch.Size([*outer, words * WORD])
 
     def __getitem__(self, experts: int | slice) -> "Packed":
-        """One matrix of a stack, or a smaller stack; views."""
+        """Return one matrix of a stack, or a smaller stack; both are views."""
         return Packed(self.codes[experts], self.scales[experts])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
-        """Views of all experts that cover the matrices in order, along out or along the input.
+        """Yield views of all experts that cover the matrices in order, along out or along the input.
 
-        What a piece stands for has at most ``most_bytes``, or ALIGNED rows or columns.
+        The matrices of a piece have at most ``most_bytes``, or ALIGNED rows or columns.
         """
         experts, out, inputs = self.shape
         whole, across = (out, inputs) if along_out else (inputs, out)
@@ -57,23 +57,23 @@ class Packed:
                 yield Packed(codes, self.scales[:, :, first // INT4_GROUP : end // INT4_GROUP])
 
     def copy_(self, other: "Packed") -> None:
-        """Take the codes and scales of ``other``."""
+        """Copy the codes and scales of ``other``."""
         self.codes.copy_(other.codes)
         self.scales.copy_(other.scales)
 
     def checked(self, name: str) -> "Packed":
-        """Itself; InputError that names ``name`` if it stands for numbers that are not finite. Codes start at -8."""
+        """Return itself. Raises InputError with ``name`` if its numbers are not all finite. Codes start at -8."""
         if not (self.scales.float() * 8).to(self.dtype).isfinite().all():
             raise InputError(
-                f"{name}: in int4 its scales hold values that are not finite, or give such weights in "
-                f"{str(self.dtype).removeprefix('torch.')}; needed: other weights, or model.quantisation none"
+                f"{name}: in int4 its scales, or the weights that they give, have values that are not finite in "
+                f"{str(self.dtype).removeprefix('torch.')}; use other weights, or set model.quantisation to none"
             )
         return self
 
     def dequantised(self) -> Tensor:
-        """The matrix, computed in fp32 and rounded once.  -> (..., out, in)
+        """Return the matrix, computed in fp32 and rounded once.  -> (..., out, in)
 
-        The codes are separated as bytes: on int32 it takes a CPU three times as long.
+        The codes are separated as bytes, because on int32 a CPU takes three times as long.
         """
         pairs = self.codes.view(torch.uint8)
         values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).float().sub_(8)
@@ -81,7 +81,7 @@ class Packed:
         return groups.mul_(self.scales.float()[..., None]).flatten(-2).to(self.dtype)
 
     def inputs(self, every: int) -> Tensor:
-        """`dequantised` at every so many-th input, without the others.  -> (..., out, in / every)"""
+        """Return `dequantised` at every n-th input (n = ``every``), without the others.  -> (..., out, in / every)"""
         positions = torch.arange(0, self.shape[-1], every, device=self.codes.device)
         pairs = self.codes.view(torch.uint8).index_select(-1, positions // 2)
         values = torch.where(positions % 2 == 0, pairs & 15, pairs >> 4).float().sub_(8)
@@ -90,14 +90,14 @@ class Packed:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Storage for a quantised (..., out, in) of a model of type ``dtype``."""
+    """Return storage for a quantised (..., out, in) of a model of type ``dtype``."""
     *outer, inputs = shape
     codes = torch.empty(*outer, inputs // WORD, dtype=torch.int32)
     return Packed(codes, torch.empty(*outer, inputs // INT4_GROUP, dtype=dtype))
 
 
 def quantise(weight: Tensor) -> Packed:
-    """The codes and scales of a matrix or a stack, or of a shard that has whole groups.  (..., out, in) -> Packed"""
+    """Return the codes and scales of a matrix or a stack, or of a shard of whole groups.  (..., out, in) -> Packed"""
     groups = weight.unflatten(-1, (-1, INT4_GROUP))
     scales = groups.abs().amax(-1) / 7.5  # half of the 15 steps from the lowest to the highest code
     scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -107,9 +107,9 @@ def quantise(weight: Tensor) -> Packed:
 
 
 def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:
-    """The whole frozen tensor ``name`` of the model ``base`` as the trainer has it: of an expert, what its codes say.
+    """Return the whole frozen tensor ``name`` of the model ``base`` as the trainer has it; an expert through its codes.
 
-    ``quantisation``: model.quantisation.
+    ``quantisation`` is model.quantisation.
     """
     weight = base[name].to(dtype)
     if quantisation == "none" or ".mlp.experts." not in name:

@@ -1,9 +1,9 @@
-"""torchrun whose exit code is that of the rank that ended first, without a traceback of its own: the ranks say why.
+"""torchrun with the exit code of the rank that ended first, and without a separate traceback: the ranks say why.
 
     python launch/first_code.py --standalone --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml
 
-The exit code is 128 + the number of a signal that ended the rank, or this process. A signal that is ignored at the
-start, as HUP under nohup, stays ignored. The run_*.sh scripts start this.
+If a signal ended the rank or this process, the exit code is 128 + its number. A signal that is ignored at the start, as
+HUP under nohup, stays ignored. The run_*.sh scripts start this.
 """
 
 import io
@@ -16,16 +16,16 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# torchrun passes these on to the ranks; its own list has neither of the last two, and HUP even under nohup.
+# torchrun passes these on to the ranks. Its default list lacks the last two, and has HUP even under nohup.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(arguments: list[str]) -> int:
-    """Start torchrun with these arguments.  -> the exit code"""
+    """Start torchrun with these arguments, and return the exit code."""
     for stream in (sys.stdout, sys.stderr):  # --tee ends a rank's output at a letter that the encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # What these report of the end of a rank says nothing more.
+    # The reports of these loggers about the end of a rank add nothing.
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     handled = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

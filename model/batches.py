@@ -1,6 +1,7 @@
 """The sequences of a step, and how they become the micro-batches of the data ranks.
 
-P prompts, G completions a prompt, S = P x G sequences, N = max_new_tokens, b rows of a micro-batch, T tokens of a row.
+P is the number of prompts, G of completions per prompt, and S = P x G of sequences. N is max_new_tokens, b the number
+of rows of a micro-batch, and T of tokens per row.
 """
 
 import functools
@@ -16,17 +17,17 @@ from model.packing import Packing
 
 @dataclass
 class Rollout:
-    """The sequences of a step, the same on every rank. Sequence s answers prompt s // G."""
+    """The sequences of a step, equal on every rank. Sequence s answers prompt s // G."""
 
     prompts: list[list[int]]  # P
     tokens: Tensor  # (S, N) int64, 0 after the end
     logp: Tensor  # (S, N) the sampler's log-prob of each sampled token
-    lengths: list[int]  # S completion lengths, the environment's tokens included
+    lengths: list[int]  # S completion lengths, including the environment's tokens
     truncated: Tensor  # (S,) bool: stopped by max_new_tokens or max_turns
     rewards: Tensor  # (P, G)
-    parsable: Tensor  # (P, G) 1 where an answer was found
-    correct: Tensor  # (P, G) 1 where it is right
-    ranks_alike: int = 1  # ranks that have the same completions: those that sampled them together
+    parsable: Tensor  # (P, G) 1 if an answer was found
+    correct: Tensor  # (P, G) 1 if it is right
+    ranks_alike: int = 1  # ranks that have the same completions, because they sampled them together
     mask: Tensor | None = None  # (S, N) bool: the policy sampled the token. None: it sampled all of them
     out_of_turns: Tensor | None = None  # (S,) bool: stopped by max_turns. None: none were
 
@@ -37,18 +38,18 @@ class Rollout:
             self.out_of_turns = torch.zeros_like(self.truncated)
 
     def row_length(self, sequence: int) -> int:
-        """Tokens of prompt and completion."""
+        """Return the number of tokens of prompt and completion."""
         return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
 
     @functools.cached_property
     def sampled_lengths(self) -> list[int]:
-        """The tokens of each completion that the policy sampled: all that a loss or an average counts."""
+        """The tokens of each completion that the policy sampled: everything that a loss or an average counts."""
         return self.mask.sum(dim=1).tolist()
 
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward pass: padded on the right, and how they are computed without padding."""
+    """Rows of one forward pass, padded on the right, and how they are computed without padding."""
 
     tokens: Tensor  # (b, T)
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
@@ -72,15 +73,15 @@ def plan(
     group_size: int = 1,
     prompts: dict[int, int] | None = None,
 ) -> list[list[list[int]]]:
-    """The sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
+    """Return the sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths``: tokens of each sequence's row. ``prompts``: tokens of each one's prompt, where rows are packed.
-    No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are as few
-    micro-batches as this limit allows, and they are as even as their number allows.
+    ``lengths`` has the tokens of each sequence's row. If rows are packed, ``prompts`` has the tokens of each one's
+    prompt. No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are
+    as few micro-batches as this limit allows, and they are as even as their number allows.
     Groups are sorted by their longest row and distributed in that order, so that the rows of a micro-batch are similar
-    and ranks finish together. A group stays on one rank where it can, because its rows share the work on their prompt.
+    and ranks finish together. A group stays on one rank if possible, because its rows share the work on their prompt.
     Every rank gets the same number of micro-batches, some of them empty if necessary, because expert-parallel ranks
-    exchange tokens in every layer. The result depends on the arguments alone, so all ranks compute the same.
+    exchange tokens in every layer. The result depends only on the arguments, so all ranks compute the same.
     """
     cost = functools.partial(_cost, lengths=lengths, multiple=multiple, group_size=group_size, prompts=prompts)
     longest_row: dict[int, int] = {}  # by group
@@ -97,7 +98,7 @@ def plan(
         rounds.append(round_)
         todo = todo[data_ranks * block :]
 
-    # The smallest limit that gives as few micro-batches as the largest one makes them even.
+    # The smallest limit that gives as few micro-batches as the largest limit makes them even.
     fewest = len(_next_fit(rounds, tokens_per_micro_batch, cost))
     low, high = 0, tokens_per_micro_batch
     while low < high:
@@ -112,7 +113,7 @@ def plan(
 def _cost(
     rows: list[int], lengths: dict[int, int], multiple: int, group_size: int, prompts: dict[int, int] | None
 ) -> float:
-    """The tokens of ``rows`` in one forward pass.
+    """Return the tokens of ``rows`` in one forward pass.
 
     A padded row counts with its padding, up to a ``multiple``. Packed rows count as their packed sequence, which has
     each prompt once, plus a quarter of their padded size: attention copies padded rows, which are at most a quarter of
@@ -131,7 +132,7 @@ def _fits(by_rank: list[list[int]], limit: int, cost: Callable[[list[int]], floa
 
 
 def _next_fit(rounds: list[list[list[int]]], limit: int, cost: Callable[[list[int]], float]) -> list[list[list[int]]]:
-    """The rounds in order, each in the last micro-batch if all ranks have room for it there, otherwise in a new one."""
+    """Put each round, in order, into the last micro-batch if it fits there on all ranks, otherwise into a new one."""
     micro_batches: list[list[list[int]]] = []
     for round_ in rounds:
         if micro_batches:
@@ -152,10 +153,10 @@ def pack(
     multiple: int,
     records: dict[int, Tensor] | None = None,
 ) -> MicroBatch:
-    """The rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
+    """Return the rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
 
-    ``advantages``: (S,). ``records``: the routes of each sequence's tokens but the last, (row length - 1, L, K).
-    Without sequences it is one row of padding, which trains nothing.
+    ``advantages`` is (S,). ``records`` has the routes of each sequence's tokens but the last, (row length - 1, L, K).
+    Without sequences the result is one row of padding, which trains nothing.
     """
     longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)

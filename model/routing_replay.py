@@ -1,11 +1,12 @@
-"""Routing: how evenly the routers use the experts (RouterLoad), and routing replay, in which the trainer routes a token
-to the experts that it had when it was sampled.
+"""Measures how evenly routers use the experts (RouterLoad), and replays routes (RoutingReplay).
 
-R3 (arXiv 2510.11370) replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only
-the selection is replayed. The weights are the trainer's: the softmax over the logits of the chosen experts, or, where
-the model does not renormalise (norm_topk_prob false), the chosen entries of the softmax over all experts. So the router
-keeps its gradient.
-b rows, T tokens, L MoE layers, K experts a token, E experts, N tokens of this rank's sequence shard.
+In routing replay the trainer routes a token to the experts that it had when it was sampled. R3 (arXiv 2510.11370)
+replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only the selection is
+replayed. The weights are the trainer's: the softmax over the logits of the chosen experts. If the model does not
+renormalise (norm_topk_prob false), they are the chosen entries of the softmax over all experts. So the router keeps its
+gradient.
+b is the number of rows, T of tokens per row, and N of tokens in this rank's sequence shard. L is the number of MoE
+layers, E of experts, and K of experts per token.
 """
 
 import contextlib
@@ -30,34 +31,35 @@ Value = TypeVar("Value")
 
 
 def routers(model: torch.nn.Module, arch: Architecture) -> list[torch.nn.Module]:
-    """Megatron's router of each MoE layer."""
+    """Return Megatron's router of each MoE layer."""
     return [layer.mlp.router for layer, is_moe in zip(model.decoder.layers, arch.moe_layers, strict=True) if is_moe]
 
 
 def _local(rows: Tensor, parallel: Parallel) -> Tensor:
-    """This rank's shard: Megatron's tokens are time-major, split over the tensor ranks.  (b, T, ...) -> (N, ...)"""
+    """Return this rank's shard: Megatron's tokens are time-major, split over tensor ranks.  (b, T, ...) -> (N, ...)"""
     return rows.transpose(0, 1).chunk(parallel.tensor)[parallel.tensor_rank].flatten(0, 1)
 
 
 class RouterLoad:
-    """The tokens of each expert in the forward passes of the updates of a step, and how sure the routers are.
+    """The tokens of each expert in the forward passes of a step's updates, and the confidence of the routers.
 
-    A token counts once for each row that has it, although packed rows share the tokens of their prompt. The last token
-    of a row and padding do not count. So the numbers depend neither on the layout nor on the micro-batches.
+    A token counts once for each row that contains it, although packed rows share the tokens of their prompt. The last
+    token of a row and padding do not count. So the numbers depend neither on the layout nor on the micro-batches.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
-        self.rows: Tensor | None = None  # (N,) the rows for which each token of the counted forward pass counts
+        self.rows: Tensor | None = None  # (N,) for how many rows each token of the counted forward pass counts
         layers = routers(model, arch)
-        # (L, E + 1) tokens of each expert; last the sum of the confidence. fp32 holds counts up to 2^24 exactly.
+        # (L, E + 1) the tokens of each expert, then the sum of the confidence. fp32 represents counts up to 2^24
+        # exactly.
         self.sums = torch.zeros(len(layers), arch.num_experts + 1, device=parallel.device)
         self.by_layer: dict[str, list[float]] = {}  # of the last step, L values each; {} if it trained no token
         for sums, router in zip(self.sums, layers, strict=True):
             router.routing = functools.partial(self._routing, router.routing, sums)
 
     def _routing(self, inner: Callable, sums: Tensor, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """What ``inner`` returns, the routes that the layer uses; they are added to ``sums``.  (tokens, E)"""
+        """Return the result of ``inner``, the routes that the layer uses, and add them to ``sums``.  (tokens, E)"""
         probs, chosen = inner(logits, *args, **kwargs)
         if self.rows is not None:
             own = logits.detach().view(-1, self.arch.num_experts).float()
@@ -75,7 +77,7 @@ class RouterLoad:
             self.rows = None
 
     def metrics(self) -> dict[str, float]:
-        """The metrics moe/... of all ranks since the last call, means over the layers. Collective.
+        """Return the moe/... metrics of all ranks since the last call, averaged over the layers. Collective.
 
         by_layer then has the values of each layer. Without a MoE layer, or a counted token, both are empty.
         """
@@ -100,25 +102,26 @@ class RoutingReplay:
     """Wraps the top-k of the model's routers: pass through, record, or replay.
 
     Only MoE layers are counted. A record stays bound to a micro-batch until its backward pass is done, because
-    activation recompute routes again there and must find the same experts.
+    activation recompute routes again there and must choose the same experts.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
         self.routes: Tensor | None = None  # (N, L, K) of the bound micro-batch
-        self.replayed: Tensor | None = None  # (N,) rows whose token has a record; 0: it is routed natively
+        self.replayed: Tensor | None = None  # (N,) rows whose token has a record; 0: the router chooses
         self.written: dict[int, Tensor] | None = None  # layer -> (N, K), during `record`
-        self.uses = [0] * sum(arch.moe_layers)  # number of times that each layer read the bound record
+        self.uses = [0] * sum(arch.moe_layers)  # how often each layer has read the bound record
         self.counting = False
-        # (2,) pairs of a token and a layer: those with another set of experts, and all
+        # (2,) pairs of a token and a layer: those with another set of experts, and all pairs
         self.counts = torch.zeros(2, dtype=torch.int64, device=parallel.device)
         for index, router in enumerate(routers(model, arch)):
             router.routing = functools.partial(self._routing, router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Probabilities and map of one MoE layer's router, of recorded or own experts.  (tokens, E) -> (N, E) twice
+        """Return probabilities and map of one MoE layer's router, of recorded or chosen experts.
 
-        They come from ``native``, Megatron's own routing, unless this object records or replays.
+        They come from ``native``, Megatron's routing, unless this object records or replays.  (tokens, E) -> (N, E)
+        twice
         """
         if self.routes is None and self.written is None:
             return native(logits, *args, **kwargs)
@@ -139,12 +142,12 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def replaying(self, routes: Tensor, replayed: Tensor, *, count: bool = False) -> Iterator[None]:
-        """Inside the block, every forward pass and recompute uses ``routes`` where ``replayed`` is not 0.
+        """Use ``routes`` in every forward pass and recompute in this block, where ``replayed`` is not 0.
 
-        Shapes (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. ``replayed`` is the number of
-        rows for which a token counts: packed rows share the tokens of their prompt. With ``count``, differing_share
-        compares this pass with the record. Tripped unless every layer has used the record when the block ends: a run
-        with an unused record would only look replayed.
+        The shapes are (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. ``replayed`` is the
+        number of rows for which a token counts: packed rows share the tokens of their prompt. With ``count``,
+        differing_share compares this pass with the record. Raises Tripped unless every layer has used the record when
+        the block ends, because a run with an unused record would only look replayed.
         """
         self.routes = _local(routes, self.parallel).long()
         self.replayed = _local(replayed, self.parallel)
@@ -157,7 +160,7 @@ class RoutingReplay:
             self.routes = self.replayed = None
 
     def record(self, run: Callable[[], Value], num_rows: int) -> tuple[Value, Tensor]:
-        """The value of ``run``, which makes one forward pass of ``num_rows`` rows, and the routes of that pass.
+        """Return the value of ``run``, which makes one forward pass of ``num_rows`` rows, and the routes of that pass.
 
         The routes are (b, T, L, K) uint8 of the whole rows. Collective over the tensor ranks.
         """
@@ -171,7 +174,7 @@ class RoutingReplay:
         return value, by_rank.flatten(0, 1).unflatten(0, (-1, num_rows)).transpose(0, 1)  # tokens are time-major
 
     def differing_share(self) -> float:
-        """Share of (token, layer) pairs, over all ranks, where the trainer's own top-k differs from the record.
+        """Return the share of (token, layer) pairs, over all ranks, where the trainer's top-k differs from the record.
 
         Collective. It counts since the last call.
         """
@@ -181,7 +184,7 @@ class RoutingReplay:
 
 
 def routing_weights(logits: Tensor, chosen: Tensor, norm_topk_prob: bool) -> Tensor:
-    """The weights of the chosen experts, in fp32, exactly as Megatron computes them.  (N, E), (N, K) -> (N, K)"""
+    """Return the weights of the chosen experts in fp32, exactly as Megatron computes them.  (N, E), (N, K) -> (N, K)"""
     if norm_topk_prob:
         return logits.float().gather(1, chosen).softmax(dim=-1)
     return logits.float().softmax(dim=-1).gather(1, chosen)
@@ -197,11 +200,11 @@ def collect(
     arch: Architecture,
     parallel: Parallel,
 ) -> dict[int, Tensor]:
-    """The engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K). Collective.
+    """Return the engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K).
 
-    ``own``: the routes of the completions that this rank sampled. ``shares``: batches.plan's [micro-batch][data rank]
-    -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a replica have its completions,
-    and the first of them sends the routes.
+    ``own`` has the routes of the completions that this rank sampled. ``shares`` is batches.plan's [micro-batch][data
+    rank] -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a replica have its
+    completions, and the first of them sends the routes. Collective.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
@@ -226,9 +229,9 @@ def collect(
 def exchange(
     own: dict[int, Tensor], owner: dict[int, int], needed_by: dict[int, list[int]], shapes: dict[int, tuple], rank: int
 ) -> dict[int, Tensor]:
-    """The records of the sequences that this rank trains. Each is sent once, by the rank that sampled it.
+    """Return the records of the sequences that this rank trains. Each is sent once, by the rank that sampled it.
 
-    ``own``: this rank's records, sequence -> uint8. The other maps are the same on every rank: ``owner``, the rank that
+    ``own`` has this rank's records, sequence -> uint8. The other maps are equal on every rank: ``owner``, the rank that
     has a sequence's record; ``needed_by``, the ranks that train it; ``shapes``, the shape of its record. Collective:
     one message of uint8.
     """

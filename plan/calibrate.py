@@ -1,9 +1,9 @@
-"""The plan with two constants that a run has measured, from its timing.jsonl.
+"""Adjusts the plan with two constants that a run has measured, from its timing.jsonl.
 
     python preflight.py CONFIG --calibrate TIMING
 
-The seconds of sampling give the least time of a layer in a decode step; those of the passes after it give the share of
-the peak in training. Nothing here imports torch.
+The seconds of sampling give the least time of a layer in a decode step. The seconds of the passes after it give the
+share of the peak in training. Nothing here imports torch.
 """
 
 import dataclasses
@@ -24,45 +24,45 @@ PLANNED = (
     "update forward",
     "update backward",
     "optimizer",
-)  # the same in the plan
+)  # the same phases in the plan
 NEEDED = ("timing/generate_s", "timing/update_s", "timing/step_s")
 READ = {*NEEDED, *TRAINING, "perf/tokens_per_s"}
 
 
 def read(path: Path) -> dict[str, float]:
-    """The medians of READ in a run's timing.jsonl, without its first step, which starts everything up.
+    """Return the medians of READ in a run's timing.jsonl, without its first step, which includes the start-up.
 
-    InputError for another file, or none.
+    Raises InputError if the file is missing or is another file.
     """
     if not path.is_file():
-        raise InputError(f"--calibrate: there is no file {path}; needed: the timing.jsonl of a run")
+        raise InputError(f"--calibrate: there is no file {path}; give the timing.jsonl of a run")
     rows = [row for row in read_lines(path) if "timing/step_s" in row]
     timing = {}
     for name in READ:
-        values = [row[name] for row in rows[1:] or rows if row.get(name) is not None]  # null: it was not finite
+        values = [row[name] for row in rows[1:] or rows if row.get(name) is not None]  # null: the value was not finite
         if values:
             timing[name] = statistics.median(values)
     lacking = [name for name in NEEDED if not timing.get(name)]
     if lacking:
-        raise InputError(f"{path}: no {', '.join(lacking)}; needed: the timing.jsonl of a run with a finished step")
+        raise InputError(f"{path}: no {', '.join(lacking)} in it; give the timing.jsonl of a run with a finished step")
     return timing
 
 
 def completion_tokens(rollout: RolloutConfig, timing: dict[str, float]) -> float:
-    """Mean tokens of a completion by the sampled tokens a second; the longest where these are missing."""
+    """Return the mean tokens of a completion from the sampled tokens per second, or the longest if they are missing."""
     longest, sequences = rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
     sampled = timing.get("perf/tokens_per_s", math.inf) * timing["timing/step_s"] / sequences
     return longest if sampled >= longest else max(1, round(sampled))
 
 
 def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, float]) -> Setting:
-    """``setting`` with the constants by which the plan of ``cfg`` takes the measured seconds.
+    """Return ``setting`` with the constants for which the plan of ``cfg`` takes the measured seconds.
 
-    A plan without overhead has the arithmetic at the peak, and the traffic that comes in addition to it. Both constants
-    stay within what a device can do: a share of at most 1, and no negative seconds.
+    A plan without overhead has the arithmetic at the peak, and the traffic in addition to it. Both constants stay
+    within what a device can do: a share of at most 1, and no negative seconds.
     """
     if setting.device == "cpu":
-        raise InputError("--calibrate: the plan of a CPU has no measured constants; needed: device npu or cuda")
+        raise InputError("--calibrate: the plan of a CPU has no measured constants; set device to npu or cuda")
     no_overhead = dataclasses.replace(
         setting.hardware, training_share=1.0, graph_layer_seconds=0.0, eager_layer_seconds=0.0
     )

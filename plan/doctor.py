@@ -2,10 +2,10 @@
 
     python preflight.py --doctor [CONFIG] [section.key=value ...] [--ranks N] [--json]
 
-Each line is ok, warn or fail, with what was found, what is needed and what to do. Exit code 0: no fail. 1: a fail. 2:
-the configuration cannot be used. The tables QUICK and SLOW have a row for everything that is examined. Their rules come
-from the documentation, sources and issue trackers of CANN, torch_npu, MindSpeed and vllm-ascend. Tests plant faults;
-nothing here has been run on an NPU yet. Nothing here imports torch: a process of its own asks for the devices.
+Each line is ok, warn or fail. It says what was found, what is needed, and what to do. Exit code 0: no fail. 1: a fail.
+2: the configuration cannot be used. The tables QUICK and SLOW have a row for everything that is examined. Their rules
+come from the documentation, sources and issue trackers of CANN, torch_npu, MindSpeed and vllm-ascend. Tests plant
+faults; nothing here has been run on an NPU yet. Nothing here imports torch: a separate process queries the devices.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from plan import grid
 from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 
-DIES = 16  # of a 910C server: 8 cards with two dies each; a die is a device and has one rank
+DIES = 16  # on a 910C server: 8 cards with two dies each; a die is a device and has one rank
 # Prints the free and total bytes of every visible device. argv[1]: npu or cuda.
 DEVICE_MEMORY = """
 import importlib, json, sys, torch
@@ -51,19 +51,19 @@ print(json.dumps([module.mem_get_info(i) for i in range(module.device_count())])
 
 @dataclass
 class Machine:
-    """This machine. ``run``: the configuration that is meant to go on it; ``ranks``: its processes here.
+    """This machine, with the run that is planned on it: its configuration ``run``, and ``ranks`` processes here.
 
-    The methods from ``version`` on ask the system. Tests answer them for a machine of their own.
+    The methods from ``version`` on query the system. Tests replace them by a machine of their choice.
     """
 
     run: Config | None = None
     ranks: int | None = None
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    root: Path = Path("/")  # of /dev, /proc, /usr/local
+    root: Path = Path("/")  # the folder that contains dev, proc and usr/local
 
     @property
     def kind(self) -> str:
-        """npu, cuda or cpu: the device of the configuration, else the one whose files or software are present."""
+        """npu, cuda or cpu: the device of the configuration, otherwise the one whose files or software are present."""
         device = self.run.device if self.run else "auto"
         if device == "auto" and "ASCEND_HOME_PATH" in self.env:
             return "npu"
@@ -75,7 +75,7 @@ class Machine:
 
     @property
     def words(self) -> set[str]:
-        """What is true of this machine and its run: npu, cuda or cpu; accelerator, machines, run, vllm, graphs."""
+        """The words that are true here: npu, cuda or cpu, and some of accelerator, machines, run, vllm, graphs."""
         run = self.run
         vllm = run is not None and "vllm" in run.rollout.kind.packages
         facts = {
@@ -89,25 +89,25 @@ class Machine:
 
     @property
     def devices_wanted(self) -> int:
-        """One a rank. Where nobody gives the ranks, a machine with more than half of a server's dies must have all."""
+        """One per rank. Without ``ranks``, a machine with more than half of a server's dies must have all of them."""
         return self.ranks or (DIES if len(self.dies) > DIES // 2 else 1)
 
     def text(self, path: str) -> str:
-        """The content of a system file such as "proc/meminfo"; "" if it cannot be read."""
+        """Return the content of a system file such as "proc/meminfo", or "" if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace")
         except OSError:
             return ""
 
     def number(self, name: str, unset: str) -> int:
-        """The whole number in an environment variable, or in ``unset`` if there is none; -1 for anything else."""
+        """Return the whole number in an environment variable, or in ``unset`` if there is none; otherwise -1."""
         text = self.env.get(name, unset).strip()
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
 
     def version(self, name: str) -> str | None:
-        """The version of a package, of Python or of CANN. "?": a folder without a version; None: not installed.
+        """Return the version of a package, of Python or of CANN. "?": a folder without a version; None: not installed.
 
-        For torch it is that of torch/version.py, which shows a build for CUDA by "+cu128"; the wheel's may not.
+        For torch it is the one in torch/version.py, which shows a build for CUDA by "+cu128"; the wheel's may not.
         """
         if name == "Python":
             return platform.python_version()
@@ -129,14 +129,14 @@ class Machine:
         return version[1] if version else None
 
     def package_file(self, package: str, name: str) -> str:
-        """The content of a file of an installed package, read without importing it; "" if there is none."""
+        """Return the content of a file of an installed package without importing it, or "" if there is none."""
         spec = importlib.util.find_spec(package)
         folders = spec.submodule_search_locations if spec else None
         paths = [Path(folder, name) for folder in folders or ()]
         return "".join(path.read_text(errors="replace") for path in paths if path.is_file())
 
     def command(self, words: Sequence[str], seconds: float = 120) -> tuple[int, str]:
-        """Exit code and output of a program. 127: there is no such program; 124: it takes too long."""
+        """Run a program and return its exit code and output. 127: there is no such program; 124: it takes too long."""
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, errors="replace")
         except FileNotFoundError as error:
@@ -146,7 +146,10 @@ class Machine:
         return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def can_listen(self, address: str, port: int) -> bool:
-        """Whether a server could listen there now. ``address``: one of this machine's, or "" for all; port 0: any."""
+        """Return whether a server could listen there now.
+
+        ``address`` is one of this machine's, or "" for all. ``port`` 0 is any.
+        """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError, OverflowError):
             socket.create_server((address, port), family=family).close()  # TIME_WAIT after a run counts as free
@@ -154,17 +157,17 @@ class Machine:
         return False
 
     def free_bytes(self, folder: Path) -> int:
-        """Free bytes of the disk that holds ``folder``, or will hold it."""
+        """Return the free bytes of the disk that contains ``folder``, or will contain it."""
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         return shutil.disk_usage(there).free
 
     def open_files(self) -> int:
-        """The number of files that a process may open."""
+        """Return the number of files that a process may open."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def last_line(output: str) -> str:
-    """The last line of a program's output; in a traceback this line names the error."""
+    """Return the last line of a program's output; in a traceback this line names the error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no output"
 
@@ -177,29 +180,29 @@ Probe = Callable[[Machine], Found]
 
 def files(paths: Sequence[str], machine: Machine) -> Found:
     missing = [f"/{path}" for path in paths if not (machine.root / path).exists()]
-    return not missing, f"not there: {', '.join(missing)}" if missing else "there"
+    return not missing, f"missing: {', '.join(missing)}" if missing else "present"
 
 
 def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
-    """The value of an environment variable, "" if it is not set."""
+    """Check the value of an environment variable, which is "" if it is not set."""
     value = machine.env.get(name, "")
     return is_right(value), value or "not set"
 
 
 def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
-    """A time-out of launch/npu_env.sh."""
+    """Check a time-out of launch/npu_env.sh."""
     unset = variables.when_unset(name)
     return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
 
 
 def installed(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
-    """The version of a package, "" if it is not installed."""
+    """Check the version of a package, which is "" if it is not installed."""
     version = machine.version(name) or ""
     return is_right(version), version or "not installed"
 
 
 def python(code: str, machine: Machine) -> Found:
-    """``code`` ends without an error in a process of its own."""
+    """Check that ``code`` ends without an error in a separate process."""
     exit_code, output = machine.command([sys.executable, "-c", code])
     return exit_code == 0, last_line(output) if exit_code else "works"
 
@@ -213,7 +216,10 @@ def cann_home(machine: Machine) -> Found:
 
 
 def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
-    """The versions that belong together: on an NPU the set with the installed version of vLLM, or else the first."""
+    """Return the versions that belong together.
+
+    On an NPU this is the set with the installed version of vLLM, or the first set if there is none.
+    """
     if machine.kind == "cuda":
         return variables.CUDA_SET
     vllm = machine.version("vllm") or ""
@@ -222,7 +228,7 @@ def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
 
 
 def packages(machine: Machine) -> Found:
-    optional = {"CANN", "mindspeed"}  # without MindSpeed hardware/device.py adapts torch itself
+    optional = {"CANN", "mindspeed"}  # without MindSpeed, hardware/device.py adapts torch itself
     if "vllm" not in machine.words:
         optional |= {"vllm", "vllm-ascend"}
     names = [name for name in (*version_set(machine), *variables.OUR_PACKAGES) if name not in optional]
@@ -231,35 +237,38 @@ def packages(machine: Machine) -> Found:
 
 
 def same_release(plugin: str, base: str, machine: Machine) -> Found:
-    """A plugin is of the release of the package that it extends: 2.10.0.post4 belongs to 2.10.0+cpu."""
+    """Check that a plugin is of the same release as the package that it extends: 2.10.0.post4 belongs to 2.10.0+cpu."""
     versions = [machine.version(name) or "" for name in (plugin, base)]
     releases = {tuple(re.findall(r"\d+", version)[:3]) for version in versions}
-    return len(releases) == 1, f"{plugin} {versions[0]} beside {base} {versions[1]}"
+    return len(releases) == 1, f"{plugin} {versions[0]} with {base} {versions[1]}"
 
 
 def versions(machine: Machine) -> Found:
     wanted = version_set(machine)
     here = {name: machine.version(name) or "not found" for name in wanted}
     other = [name for name in wanted if not variables.matches(here[name], wanted[name])]
-    wrong = [f"{name} {here[name]} in place of {' or '.join(wanted[name])}" for name in other]
+    wrong = [f"{name} {here[name]} instead of {' or '.join(wanted[name])}" for name in other]
     return not other, ", ".join(wrong or [f"{name} {version}" for name, version in here.items()])
 
 
 def torch_npu_not_loaded(machine: Machine) -> Found:
-    """torch imports every installed backend by itself, so torch_npu without CANN makes `import torch` fail."""
+    """Check that torch can be imported.
+
+    torch imports every installed backend by itself, so torch_npu without CANN makes `import torch` fail.
+    """
     version = machine.version("torch-npu")
     can_load = "ASCEND_HOME_PATH" in machine.env or machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
     return can_load or version is None, f"torch_npu {version} without CANN" if version else "not installed"
 
 
 def chip(machine: Machine) -> Found:
-    """vllm-ascend is compiled for one kind of chip, and its engine stops with an assertion on another kind."""
+    """Check that vllm-ascend is compiled for this kind of chip; on another kind, its engine stops with an assertion."""
     built = variables.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
     names = re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", machine.command(["npu-smi", "info"])[1], re.M)
     kinds = {variables.chip_kind(name) for name in names} - {None}
     chips = [f"{kind} (image {variables.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
     is_right = built is None or kinds <= {built}
-    return is_right, f"vllm-ascend is built for {built}, npu-smi names {', '.join(chips) or 'no known chip'}"
+    return is_right, f"vllm-ascend is built for {built}, npu-smi lists {', '.join(chips) or 'no known chip'}"
 
 
 # ----------------------------------------------------------------------------------------------------- probes: devices
@@ -288,14 +297,14 @@ def dies_are_neighbours(machine: Machine) -> Found:
 
 
 def devices(machine: Machine) -> Found:
-    """torch opens and counts the devices, and none has more than 4 GiB in use before the run starts."""
+    """Check that torch opens and counts the devices, and that none has more than 4 GiB in use before the run starts."""
     code, output = machine.command([sys.executable, "-c", DEVICE_MEMORY, machine.kind])
     if code:
         return False, f"torch cannot open them: {last_line(output)}"
-    memory = json.loads(output.splitlines()[-1])  # libraries may print lines of their own before
+    memory = json.loads(output.splitlines()[-1])  # libraries may print other lines before
     used = [(total - free) / GIB for free, total in memory]
     taken = [f"{gib:.0f} GiB of device {number}" for number, gib in enumerate(used) if gib > 4]
-    found = f"torch counts {len(memory)}; taken by others: {', '.join(taken) or 'nothing'}"
+    found = f"torch counts {len(memory)}; in use by others: {', '.join(taken) or 'nothing'}"
     return len(memory) >= machine.devices_wanted and not taken, found
 
 
@@ -303,7 +312,7 @@ def devices(machine: Machine) -> Found:
 
 
 def port_numbers(text: str) -> list[int]:
-    """50000-50002,50010 -> [50000, 50001, 50002, 50010]"""
+    """Return the numbers of a list of ranges: 50000-50002,50010 -> [50000, 50001, 50002, 50010]."""
     numbers: list[int] = []
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text):
         numbers += range(int(first), int(last or first) + 1)
@@ -323,7 +332,7 @@ def ports_reserved(machine: Machine) -> Found:
     outgoing = port_numbers("-".join(machine.text("proc/sys/net/ipv4/ip_local_port_range").split()))
     reserved = port_numbers(machine.text("proc/sys/net/ipv4/ip_local_reserved_ports"))
     lent = [str(port) for port in hccl_ports(machine) if port in outgoing and port not in reserved]
-    return not lent, f"free, but the system lends {first_three(lent)} to outgoing connections" if lent else "free"
+    return not lent, f"free, but the system gives {first_three(lent)} to outgoing connections" if lent else "free"
 
 
 def own_address(machine: Machine) -> Found:
@@ -332,7 +341,10 @@ def own_address(machine: Machine) -> Found:
 
 
 def interface(name: str, machine: Machine) -> Found:
-    """HCCL takes a name for the beginning of one, unless "=" comes first; names after "^" are those not to use."""
+    """Check an interface by HCCL's rules.
+
+    HCCL accepts every name that begins with the given one, unless "=" comes first. Names after "^" are excluded.
+    """
     text = machine.env.get(name, "")
     names = tuple(text.removeprefix("=").split(","))
     is_whole = text.startswith("=") or name == "GLOO_SOCKET_IFNAME"
@@ -365,7 +377,7 @@ def one_allocator(machine: Machine) -> Found:
 
 
 def allocator_of_vllm(machine: Machine) -> Found:
-    """vllm-ascend 0.23 (platform.py) sets torch_npu's own variable in any case, for the processes that it starts."""
+    """Check the allocator's variable: vllm-ascend 0.23 (platform.py) always sets torch_npu's own for its processes."""
     text = machine.env.get("PYTORCH_ALLOC_CONF", "")
     is_old = variables.matches(machine.version("vllm") or "", ("0.23",))
     return not (text and is_old), f"PYTORCH_ALLOC_CONF={text}" if text else "not set"
@@ -390,7 +402,7 @@ def open_files(machine: Machine) -> Found:
 
 
 def shared_memory(machine: Machine) -> Found:
-    """The processes of one machine exchange tensors in /dev/shm. A container has only 64 MiB there by default."""
+    """Check /dev/shm, where a machine's processes exchange tensors. A container has only 64 MiB there by default."""
     folder = machine.root / "dev" / "shm"
     free = machine.free_bytes(folder) if folder.is_dir() else 0
     is_linux = (machine.root / "proc").is_dir()
@@ -402,12 +414,12 @@ def main_memory(machine: Machine) -> Found:
     if not available:
         return True, "not known on this system"
     gib = int(available[1]) * 1024 / GIB
-    needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process had 0.65; 2 is a guess
-    return gib >= needed, f"{gib:.1f} GiB available, {needed:.1f} wanted by the processes"
+    needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process used 0.65; 2 is a guess
+    return gib >= needed, f"{gib:.1f} GiB available, the processes need {needed:.1f}"
 
 
 def disk(machine: Machine) -> Found:
-    """Room for the checkpoints that are kept, the one that is being written, and 0.5 GiB of logs and completions."""
+    """Check the space for the checkpoints that are kept, a new one, and 0.5 GiB of logs and completions."""
     cfg = machine.run
     assert cfg is not None
     try:
@@ -417,7 +429,7 @@ def disk(machine: Machine) -> Found:
     one = checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness) / GIB
     needed = one * (cfg.train.keep_last + 1) + 0.5
     free = machine.free_bytes(Path(cfg.train.out_dir)) / GIB
-    return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, {needed:.1f} wanted by checkpoints and logs"
+    return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, checkpoints and logs need {needed:.1f}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -438,7 +450,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """What is examined on a machine that has all words of ``device``, and how bad it is if it is not as needed.
+    """One check for a machine with all words of ``device``, and how bad a failure is.
 
     Rows with the same ``what`` print one line, so each may rely on those before it.
     """
@@ -464,12 +476,12 @@ SOURCE = (
 NPU = "pip install --no-deps -r requirements/npu-image.txt in vllm-ascend's image, requirements/npu.txt elsewhere"
 CUDA = "pip install --no-deps -r requirements/cuda.txt"
 REBUILD = "docker pull quay.io/ascend/vllm-ascend:<image>, or build it here with COMPILE_CUSTOM_KERNELS=1 (docs/npu.md)"
-INTERFACE = "INTERFACE=<its own name on each machine> bash run_2node.sh"
+INTERFACE = "INTERFACE=<the name on each machine> bash run_2node.sh"
 NO_EXPANDABLE = "unset PYTORCH_NPU_ALLOC_CONF PYTORCH_ALLOC_CONF"
 CONNECT, EXECUTE = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"
 UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in variables.MUST_BE_OFF)
 
-# Examined at the start of a training, too. These rows read variables, versions and files, and start no program.
+# These rows are also examined at the start of a run. They read variables, versions and files, and start no program.
 QUICK = (
     Row(
         "npu",
@@ -499,17 +511,17 @@ QUICK = (
     Row(
         "cuda", "torch", partial(installed, "torch", lambda version: "+cu" in version), "a build for CUDA", "fail", CUDA
     ),
-    Row("npu", "packages", packages, "all that the code imports", "fail", NPU),
-    Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both of one release", "fail", NPU),
-    Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both of one release", "fail", NPU),
-    Row("npu", "packages", versions, "those of a set in VERSION_SETS, facts/variables.py", "warn", NPU),
-    Row("cuda", "packages", packages, "all that the code imports", "fail", CUDA),
-    Row("cuda", "packages", versions, "those of CUDA_SET, facts/variables.py", "warn", CUDA),
+    Row("npu", "packages", packages, "every package that the code imports", "fail", NPU),
+    Row("npu", "packages", partial(same_release, "torch-npu", "torch"), "both from the same release", "fail", NPU),
+    Row("npu vllm", "packages", partial(same_release, "vllm-ascend", "vllm"), "both from one release", "fail", NPU),
+    Row("npu", "packages", versions, "the versions of a set in VERSION_SETS, facts/variables.py", "warn", NPU),
+    Row("cuda", "packages", packages, "every package that the code imports", "fail", CUDA),
+    Row("cuda", "packages", versions, "the versions of CUDA_SET, facts/variables.py", "warn", CUDA),
     Row(
         "npu",
         "triton",
         partial(installed, "triton", lambda version: version in ("", "?")),
-        "only the folder of triton-ascend, in which triton for CUDA lies now",
+        "only the folder of triton-ascend, which now contains triton for CUDA",
         "fail",
         f"pip uninstall -y triton triton-ascend && {NPU}",
     ),
@@ -517,7 +529,7 @@ QUICK = (
         "npu",
         "dies",
         partial(files, ["dev/davinci_manager", "dev/devmm_svm", "dev/hisi_hdc"]),
-        "for every process",
+        "all of them, because every process opens them",
         "fail",
         "start the container again with --device= and the path of each",
     ),
@@ -525,7 +537,7 @@ QUICK = (
         "npu",
         "dies",
         dies_present,
-        "one for each rank, or all 16 of a server",
+        "one die for each rank, or all 16 of a server",
         "fail",
         "npu-smi info on the host; start the container again with --device=/dev/davinci<number> for each",
     ),
@@ -533,7 +545,7 @@ QUICK = (
         "npu",
         "dies",
         dies_visible,
-        "one for each rank, in /dev, in ascending order: CANN silently drops the rest",
+        "one die for each rank, in /dev, in ascending order (CANN silently drops the others)",
         "fail",
         "unset ASCEND_RT_VISIBLE_DEVICES",
     ),
@@ -541,7 +553,7 @@ QUICK = (
         "npu",
         "dies",
         dies_are_neighbours,
-        "no gaps: the two dies of a card (2n, 2n + 1) share the fastest link",
+        "no gaps, because the two dies of a card (2n, 2n + 1) share the fastest link",
         "warn",
         "unset ASCEND_RT_VISIBLE_DEVICES, unless this is intended",
     ),
@@ -549,7 +561,7 @@ QUICK = (
         "npu",
         "RANK_TABLE_FILE",
         partial(setting, "RANK_TABLE_FILE", not_),
-        "not set: HCCL would take the ranks of that file, perhaps of another cluster",
+        "no value, because HCCL would take the ranks of that file, perhaps of another cluster",
         "fail",
         "unset RANK_TABLE_FILE",
     ),
@@ -559,7 +571,7 @@ QUICK = (
         own_address,
         "an address of this machine",
         "fail",
-        "ADDRESS=<this machine's own> bash run_2node.sh, or unset HCCL_IF_IP",
+        "ADDRESS=<the address of this machine> bash run_2node.sh, or unset HCCL_IF_IP",
     ),
     Row("npu", "HCCL's interface", partial(interface, "HCCL_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
     Row("npu", "gloo's interface", partial(interface, "GLOO_SOCKET_IFNAME"), "one of them", "fail", INTERFACE),
@@ -567,7 +579,7 @@ QUICK = (
         "npu machines",
         "addresses of dies",
         partial(files, ["etc/hccn.conf"]),
-        "a file that several machines read",
+        "this file, which a run on several machines reads",
         "warn",
         "docker run ... -v /etc/hccn.conf:/etc/hccn.conf",
     ),
@@ -576,16 +588,16 @@ QUICK = (
         "npu",
         CONNECT,
         partial(seconds, CONNECT, 600, 7200),
-        "600 s: ranks are further apart while they load (EI0006)",
+        "600 s or more, because ranks are further apart while they load (EI0006)",
         "warn",
         variables.advice(CONNECT),
     ),
-    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "seconds", "fail", variables.advice(EXECUTE)),
+    Row("npu", EXECUTE, partial(seconds, EXECUTE, 0, 2**31), "a number of seconds", "fail", variables.advice(EXECUTE)),
     Row(
         "npu",
         EXECUTE,
         partial(seconds, EXECUTE, 1, 2**31),
-        "1 s or more: 0 waits for ever",
+        "1 s or more; with 0 a rank waits forever",
         "warn",
         variables.advice(EXECUTE),
     ),
@@ -593,7 +605,7 @@ QUICK = (
         "npu run",
         "time-outs",
         order_of_timeouts,
-        "the last above the others, whose messages say which rank is missing",
+        "the last above the others, because their messages name the missing rank",
         "warn",
         "parallel.timeout_seconds=<300 more than the others>",
     ),
@@ -601,7 +613,7 @@ QUICK = (
         "npu",
         "HCCL_OP_EXPANSION_MODE",
         aiv_timeout,
-        "1091 s at most with AIV",
+        "at most 1091 s with AIV",
         "fail",
         "unset HCCL_OP_EXPANSION_MODE, or export HCCL_EXEC_TIMEOUT=1091",
     ),
@@ -613,12 +625,12 @@ QUICK = (
         "warn",
         "unset HCCL_OP_EXPANSION_MODE until a first run works",
     ),
-    Row("npu", "allocator", one_allocator, "one of them, or torch_npu refuses", "fail", "unset PYTORCH_ALLOC_CONF"),
+    Row("npu", "allocator", one_allocator, "one of them; torch_npu refuses both", "fail", "unset PYTORCH_ALLOC_CONF"),
     Row(
         "npu vllm",
         "allocator",
         allocator_of_vllm,
-        "PYTORCH_NPU_ALLOC_CONF: vLLM 0.23 starts programs with both, which torch_npu refuses",
+        "PYTORCH_NPU_ALLOC_CONF, because vLLM 0.23 starts programs with both variables, which torch_npu refuses",
         "fail",
         'export PYTORCH_NPU_ALLOC_CONF="$PYTORCH_ALLOC_CONF" && unset PYTORCH_ALLOC_CONF',
     ),
@@ -626,7 +638,7 @@ QUICK = (
         "npu graphs",
         "allocator",
         no_expandable_segments,
-        "without expandable_segments, which vLLM's memory pools exclude",
+        "no expandable_segments, because vLLM's memory pools exclude them",
         "fail",
         f"{NO_EXPANDABLE}, or rollout.enforce_eager=true",
     ),
@@ -634,7 +646,7 @@ QUICK = (
         "npu vllm",
         "allocator",
         no_expandable_segments,
-        "without expandable_segments, which vLLM's sleep mode refuses",
+        "no expandable_segments, because vLLM's sleep mode refuses them",
         "warn",
         f"{NO_EXPANDABLE}, unless memory is fragmented",
     ),
@@ -650,7 +662,7 @@ QUICK = (
         "npu",
         "ASCEND_LAUNCH_BLOCKING",
         partial(setting, "ASCEND_LAUNCH_BLOCKING", lambda value: value != "1"),
-        "not 1, which makes every launch wait, for debugging",
+        "not 1, with which every launch waits, for debugging",
         "warn",
         "unset ASCEND_LAUNCH_BLOCKING",
     ),
@@ -658,20 +670,20 @@ QUICK = (
         "npu",
         "vLLM variables",
         vllm_variables,
-        "none of a launcher (each rank would be rank 0 of an engine of its own), and none that moves or tiles weights",
+        "none of a launcher (each rank would be rank 0 of a separate engine), and none that moves or tiles weights",
         "fail",
         UNSET_VLLM,
     ),
-    Row("accelerator", "open files", open_files, "32768", "warn", "ulimit -n 32768"),
+    Row("accelerator", "open files", open_files, "32768 or more", "warn", "ulimit -n 32768"),
 )
 
-# Examined before a training only: these rows start programs, try ports, or look at memory and disk.
+# These rows are examined only by the doctor: they start programs, try ports, or look at memory and disk.
 SLOW = (
     Row(
         "npu",
         "libascendcl",
         partial(python, "import ctypes; ctypes.CDLL('libascendcl.so')"),
-        "a library of CANN",
+        "this CANN library",
         "fail",
         SOURCE,
     ),
@@ -679,20 +691,20 @@ SLOW = (
         "npu",
         "libhccl",
         partial(python, "import ctypes; ctypes.CDLL('libhccl.so')"),
-        "a library of CANN",
+        "this CANN library",
         "fail",
         SOURCE,
     ),
     Row(
-        "npu", "libatb", partial(python, "import ctypes; ctypes.CDLL('libatb.so')"), "a library of CANN", "fail", SOURCE
+        "npu", "libatb", partial(python, "import ctypes; ctypes.CDLL('libatb.so')"), "this CANN library", "fail", SOURCE
     ),
     Row("npu", "acl", partial(python, "import acl"), "CANN's module for Python", "fail", SOURCE),
-    Row("npu vllm", "chip", chip, "the same kind", "fail", REBUILD),
+    Row("npu vllm", "chip", chip, "the same kind of chip", "fail", REBUILD),
     Row(
         "npu vllm",
         "vLLM kernels",
         partial(python, "import vllm_ascend.vllm_ascend_C"),
-        "a build that has them",
+        "a build that has these kernels",
         "warn",
         REBUILD,
     ),
@@ -708,25 +720,25 @@ SLOW = (
         "npu",
         "devices",
         devices,
-        "one for each rank, with free memory",
+        "one device for each rank, with free memory",
         "fail",
-        "npu-smi info shows whose processes there are; unset ASCEND_RT_VISIBLE_DEVICES",
+        "npu-smi info lists the processes there; unset ASCEND_RT_VISIBLE_DEVICES",
     ),
     Row(
         "cuda",
         "devices",
         devices,
-        "one for each rank, with free memory",
+        "one device for each rank, with free memory",
         "fail",
-        "nvidia-smi shows whose processes there are; unset CUDA_VISIBLE_DEVICES; docker run --gpus all",
+        "nvidia-smi lists the processes there; unset CUDA_VISIBLE_DEVICES; docker run --gpus all",
     ),
     Row(
         "npu",
         "HCCL ports",
         ports_free,
-        "ports that no other process has (EJ0003, EI0019)",
+        "ports that no other process uses (EJ0003, EI0019)",
         "fail",
-        "ss -ltnp shows whose they are; or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
+        "find the processes with ss -ltnp, or export HCCL_HOST_SOCKET_PORT_RANGE=<50 free ports>",
     ),
     Row(
         "npu",
@@ -734,7 +746,7 @@ SLOW = (
         ports_reserved,
         "ports that the host reserves",
         "warn",
-        "on the host: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60050, or the range that you have set",
+        "on the host: sysctl -w net.ipv4.ip_local_reserved_ports=60000-60050, or the range that you set",
     ),
     Row(
         "npu",
@@ -745,8 +757,8 @@ SLOW = (
         "apt-get install libjemalloc2; the run scripts preload it where it is installed",
     ),
     Row("", "/dev/shm", shared_memory, "1 GiB", "warn", "docker run --shm-size=64g"),
-    Row("", "memory", main_memory, "room for all ranks", "warn", "--ranks <fewer>, or a machine with more"),
-    Row("run", "disk", disk, "room for them", "fail", "train.out_dir=<a larger disk>, or train.keep_last=1"),
+    Row("", "memory", main_memory, "memory for all ranks", "warn", "use --ranks <fewer>, or a machine with more"),
+    Row("run", "disk", disk, "space for them", "fail", "set train.out_dir=<a larger disk>, or train.keep_last=1"),
 )
 
 
@@ -754,7 +766,7 @@ SLOW = (
 
 
 def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
-    """A finding for each ``what``: that of its first row that is not right; if all are right, of its last."""
+    """Return a finding for each ``what``: that of the first row that fails, or if none fails, of the last row."""
     findings: dict[str, Finding] = {}
     for row in rows:
         is_right_so_far = row.what not in findings or findings[row.what].level == "ok"
@@ -764,7 +776,7 @@ def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
 
 
 def quick(cfg: Config) -> None:
-    """Print every finding of QUICK that is not ok; on one process of each machine, at the start of a run."""
+    """Print every finding of QUICK that is not ok. One process of each machine does this at the start of a run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         machine = Machine(run=cfg, ranks=variable("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS))
         for finding in examine(machine, QUICK):
@@ -774,16 +786,16 @@ def quick(cfg: Config) -> None:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Examine this machine, and if a configuration is named, for its run."""
+    """Examine this machine, and if a configuration is given, for its run."""
     parser = command_line(
-        "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that is meant to go on this machine"
+        "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that you plan on this machine"
     )
-    parser.add_argument("--ranks", type=int, help="processes on this machine")
+    parser.add_argument("--ranks", type=int, help="number of processes on this machine")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_intermixed_args(arguments)
     cfg = load_config(args.config, args.overrides) if args.config else None
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
-        raise InputError(f"--ranks: found {args.ranks}; needed: a whole number from 1 to {MOST_RANKS}")
+        raise InputError(f"--ranks: {args.ranks} is out of range; give a whole number from 1 to {MOST_RANKS}")
     machine = Machine(run=cfg, ranks=args.ranks)
     findings = examine(machine, QUICK + SLOW)
     levels = [finding.level for finding in findings]

@@ -2,7 +2,7 @@
 
 The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert ranks are
 neighbours, then expert_data. A rollout replica consists of rollout.tensor neighbours.
-tests/rooms/plan/test_estimates.py compares the groups with those that Megatron makes.
+tests/rooms/plan/test_estimates.py compares the groups with those that Megatron creates.
 """
 
 import math
@@ -14,7 +14,7 @@ from knobs import ParallelConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class RankGrid:
-    """ranks = tensor x data = expert x expert_data."""
+    """The sizes of all groups: ranks = tensor x data = expert x expert_data."""
 
     ranks: int
     tensor: int
@@ -37,7 +37,7 @@ class RankGrid:
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """Kind of group -> its size, and the distance of neighbours in it."""
+        """Kind of group -> its size, and the distance between neighbours in it."""
         return {
             "tensor": (self.tensor, 1),
             "data": (self.data, self.tensor),
@@ -47,11 +47,11 @@ class RankGrid:
         }
 
     def away(self, kind: str) -> float:
-        """The share of what a rank sends that leaves its node, if every other rank of its group gets as much."""
+        """Return the share of a rank's messages that leave its node, if every other rank of its group gets as much."""
         return self.away_of(*self.groups[kind])
 
     def away_of(self, size: int, distance: int = 1) -> float:
-        """As away, of a group of ``size`` ranks that are ``distance`` apart."""
+        """Do the same as away, for a group of ``size`` ranks that are ``distance`` apart."""
         here = min(size, max(1, self.ranks_per_node // distance))
         return (size - here) / max(1, size - 1)
 
@@ -60,10 +60,7 @@ WHOLE = RankGrid(1, 1, 1, 1, 1)  # one rank that holds everything
 
 
 def of(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_node: int = 2**30) -> RankGrid:
-    """The grid of ``ranks`` ranks.
-
-    The torch engine has a copy of the model on each rank.
-    """
+    """Return the grid of ``ranks`` ranks. The torch engine has a copy of the model on each rank."""
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
     return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node)
@@ -71,15 +68,15 @@ def of(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_n
 
 PURPOSE = {
     "tensor": "splits attention, vocabulary, dense and shared experts",
-    "data": "same shard of those, other sequences; sums their LoRA gradients",
-    "expert": "splits the experts of a layer; every token goes there and back",
+    "data": "same shard of these, other sequences; sums their LoRA gradients",
+    "expert": "splits the experts of each layer; every token is sent there and back",
     "expert_data": "same experts; sums their LoRA gradients",
-    "rollout": "one copy of the model that samples",
+    "rollout": "one copy of the model, for sampling",
 }
 
 
 def groups(layout: RankGrid) -> dict[str, list[list[int]]]:
-    """The ranks of every group of each kind. Each rank is in exactly one group of a kind."""
+    """Return the ranks of every group of each kind. Each rank is in exactly one group of a kind."""
     return {
         kind: [
             list(range(first + offset, first + size * stride, stride))
@@ -91,12 +88,12 @@ def groups(layout: RankGrid) -> dict[str, list[list[int]]]:
 
 
 def crossing(members: list[list[int]], ranks_per_node: int) -> int:
-    """How many of the groups have ranks on more than one node."""
+    """Count the groups that have ranks on more than one node."""
     return sum(group[0] // ranks_per_node != group[-1] // ranks_per_node for group in members)
 
 
 def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
-    """One line for each kind of group: how many groups, their size, their purpose, and how many cross nodes."""
+    """Return a line for each kind of group: the number of groups, their size and purpose, and how many cross nodes."""
     lines = []
     for kind, members in groups(layout).items():
         size, distance = layout.groups[kind]
@@ -107,24 +104,24 @@ def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
     return lines
 
 
-DEVICE_FILES = {"npu": "davinci", "cuda": "nvidia"}  # the beginning of their names in /dev; a number follows
+DEVICE_FILES = {"npu": "davinci", "cuda": "nvidia"}  # how their names in /dev begin; a number follows
 
 
 def device_files(name: str, root: Path = Path("/")) -> list[int]:
-    """Numbers of the files /dev/<name>0, 1, ..."""
+    """Return the numbers of the files /dev/<name>0, 1, ..."""
     numbers = [path.name.removeprefix(name) for path in (root / "dev").glob(f"{name}[0-9]*")]
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def device_of(device: str, root: Path = Path("/")) -> str:
-    """The device to plan for. With `device: auto`, the one whose device files exist on this machine, else cpu."""
+    """Return the device to plan for. With `device: auto`, it is the one whose files are in /dev, otherwise cpu."""
     if device != "auto":
         return device
     return next((kind for kind, name in DEVICE_FILES.items() if device_files(name, root)), "cpu")
 
 
 def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
-    """A whole node of an accelerator. On a CPU, the smallest number that all parallel sizes divide."""
+    """Return the ranks of a whole node, or on a CPU the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
     layout = of(parallel, rollout, 1)

@@ -1,13 +1,14 @@
 """Bytes on one rank in each phase of a step, from a config.json and a layout alone. Nothing here imports torch.
 
 The number of parameters is exact. The activations are the tensors that autograd keeps in model/megatron_model.py and
-lora_megatron.py. tests/rooms/plan/test_estimates.py compares both with a tiny model, and preflight.py --dry-run
-compares every phase with the trainer's own code at the real size. A micro-batch is counted with rows of short prompts:
-of all packed rows with the same number of tokens, these have the most completion tokens, and need the most memory. All
-ranks hold the same amount, except that the routing decides how many rows the experts of a rank get.
+lora_megatron.py. tests/rooms/plan/test_estimates.py compares both with a tiny model. preflight.py --dry-run compares
+every phase with the trainer's code at the real size.
+A micro-batch is counted with rows of short prompts. Among packed rows with equally many tokens, these have the most
+completion tokens, and need the most memory. All ranks need the same amount, except that the routing decides how many
+rows the experts of a rank get.
 
-h hidden size, t tokens of a micro-batch, s = t / tensor of them on a rank, N rows that a rank's experts get, e bytes of
-an element.
+h is the hidden size, t the number of tokens of a micro-batch, and s = t / tensor the number of these on a rank. N is
+the number of rows that a rank's experts get, and e the bytes of an element.
 """
 
 from dataclasses import dataclass
@@ -33,12 +34,12 @@ from plan.way import Way
 
 GIB = 2**30
 
-# Assumptions, printed with every plan.
+# These assumptions are printed with every plan.
 IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load balancing
-MARGIN = 0.05  # of the device, for fragmentation
+MARGIN = 0.05  # share of the device, for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
-# Of the buffers of a group without a size of its own; on an NPU 2 x HCCL_BUFFSIZE.
+# For each group without a separate size; on an NPU 2 x HCCL_BUFFSIZE.
 BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}
 
 
@@ -47,13 +48,13 @@ BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch needs beyond parameters and gradients."""
+    """Bytes that one micro-batch needs in addition to parameters and gradients."""
 
-    peak: int  # the most at one time, with what is kept for the backward pass
+    peak: int  # the most at one time, including the tensors that are kept for the backward pass
     logits: int  # the part of ``peak`` that a chunk of logits and their gradient take
-    reference: int  # the most of a forward pass that keeps nothing
-    entering: int  # of such a pass when the rows reach the experts, whose weights are then merged
-    recomputed: int  # of a pass with a backward pass, at the same place of a layer that is computed once more
+    reference: int  # the most in a forward pass that keeps nothing
+    entering: int  # in such a pass when the rows reach the experts, whose weights are then merged
+    recomputed: int  # in a pass with a backward pass, at the same point of a layer that is recomputed
 
 
 def activations(
@@ -70,10 +71,11 @@ def activations(
     entropy_bonus: bool = False,
     mask: tuple[int, int] = (0, 0),
 ) -> Activations:
-    """One micro-batch of ``tokens`` (rows x padded length), ``scored`` of which reach the language-model head.
+    """Return the bytes of a micro-batch of ``tokens`` (rows x padded length); ``scored`` of them reach the LM head.
 
     With recompute only the input of each layer is kept. The layer that is being differentiated exists once more.
-    ``mask``: bytes of the mask of packed rows, in a pass that keeps it for the backward pass, and in one that does not.
+    ``mask`` has the bytes of the mask of packed rows, in a pass that keeps it for the backward pass, and in one that
+    does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
@@ -83,13 +85,13 @@ def activations(
     norm = max(4, element)  # a norm keeps its input in fp32
     vocabulary = arch.vocab_size // layout.tensor
     chunk = min(scored, max(1, min(ROWS_PER_CHUNK, logits_per_chunk(device) // vocabulary))) * vocabulary * 4  # fp32
-    # The forward pass holds logits and their exponentials; the backward pass of an entropy bonus holds five copies.
+    # The forward pass stores logits and their exponentials; the backward pass of an entropy bonus stores five copies.
     logits = (5 if entropy_bonus else 2) * chunk
     head = scored * (h * element + 12) + logits + scored * h * element
     head_kept = scored * (h * element + 12) + s * h * norm
     if recompute:
         kept = arch.num_layers * s * h * element + head_kept
-        # Of the residual stream: the sum after attention, and a gradient.
+        # Two tensors of the residual stream: the sum after attention, and a gradient.
         backward = max(layers[is_moe] + widest[is_moe][0] for is_moe in kinds) + 2 * s * h * element
     else:
         # The embedding is frozen, so layer 0 does not keep its input.
@@ -101,24 +103,24 @@ def activations(
     kept += mask[0]
     entering = 4 * s * h * element + rows * 3 * h * element + mask[1]
     layer = max(_kept_by_layer(arch, lora, layout, is_moe, element, tokens, 0) for is_moe in kinds) * recompute
-    peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # which is kept already
+    peak, recomputed = kept + max(backward, head), kept + layer + entering - mask[1]  # the mask is kept already
     return Activations(int(peak), int(logits), int(reference), int(entering), int(recomputed))
 
 
 def _widest(
     arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
 ) -> tuple[float, float]:
-    """Return the bytes at the widest place of a layer: the gradients of a backward pass; a pass that keeps nothing."""
+    """Return the bytes at the widest point of a layer, in a backward pass and in a pass that keeps nothing."""
     h, width, dense = arch.hidden_size, arch.expert_ffn_size, arch.dense_ffn_size
     if not is_moe:
         return 4 * tokens * dense // layout.tensor * element, tokens * (h + 4 * dense // layout.tensor) * element
     if layout.expert == 1:  # rows that stay on their rank are only sorted
-        # Gate and up are free when three gradients exist; without recompute the fullest moment is before that.
+        # Gate and up are free once three gradients exist; without recompute the fullest moment is before that.
         gradients = 3 * h - 2 * width if recompute else h
         return rows * gradients * element, rows * max(2 * h + width, h + 3 * width) * element
-    # A rank takes the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
+    # A rank puts the rows that return to it into the order of its tokens, to sum them (kernels.combine_rows).
     returned = tokens // layout.tensor * arch.experts_per_token * h * element
-    # A MoE layer holds its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
+    # A MoE layer stores its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
     copies = 5 if layout.expert < arch.num_experts else 3
     return rows * (3 * h) * element + returned, rows * max(copies * h, 3 * h + 4 * width) * element
 
@@ -126,14 +128,17 @@ def _widest(
 def _kept_by_layer(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float
 ) -> float:
-    """Bytes that autograd keeps of one layer. A frozen base linear keeps no input; a LoRA pair keeps two tensors."""
+    """Return the bytes that autograd keeps of one layer.
+
+    A frozen base linear keeps no input; a LoRA pair keeps two tensors.
+    """
     h, t, s, e = arch.hidden_size, tokens, tokens // layout.tensor, element
     norm = max(4, e)
     heads, kv_heads = arch.num_heads // layout.tensor, max(1, arch.num_kv_heads // layout.tensor)
     q, kv = heads * arch.head_dim, kv_heads * arch.head_dim
     on = {target: target in lora.targets for target in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
     kept = s * (h * norm + h * e * on["linear_qkv"]) + s * (h * norm + h * e) + 8 * s  # two norms, in and out
-    kept += t * (q + 2 * kv) * e + t * (q + kv) * e + t * q * e  # qkv; query and key with RoPE; attention's output
+    kept += t * (q + 2 * kv) * e + t * (q + kv) * e + t * q * e  # qkv; query and key with RoPE; the output of attention
     kept += t * 4 * heads  # softmax's normaliser
     if arch.qk_norm:
         kept += t * 4 * (heads + kv_heads) + t * (q + kv) * norm  # in fp32, or copied out of qkv
@@ -167,7 +172,7 @@ class Memory:
     capacity: int
     cached_rows: int  # sequences whose keys and values fit at once, in one replica
     wanted_rows: int  # sequences of a replica in a step
-    merged_once: int  # parameters of the experts that are merged once an update, in the engine's memory
+    merged_once: int  # parameters of the experts that are merged once per update, in the engine's memory
 
     @property
     def fullest(self) -> str:
@@ -175,50 +180,54 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The fullest phase and the margin."""
+        """The bytes of the fullest phase and of the margin."""
         return self.phases[self.fullest] + self.parts["margin"]
 
 
-# The parts that stay in memory after loading.
+# The parts that stay in memory after loading
 RESIDENT = ("base", "lora", "optimizer", "older factors", "teacher", "engine weights", "engine factors")
 RESIDENT += ("key-value cache", "communication buffers", "runtime")
 
 
 def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
-    """Most tokens, padding included, of one forward pass on one rank. ``row_tokens``: of the longest row."""
+    """Return the most tokens, with padding, of a rank's forward pass. ``row_tokens``: length of the longest row."""
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     sequences = -(-optim.prompts_per_update * group_size // layout.data)
     return max(longest, min(optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
 def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
-    """Most tokens of the line of packed rows in one forward pass on one rank: each row counts a quarter more."""
+    """Return the most tokens of packed rows in a rank's forward pass. Each row counts as a quarter longer."""
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
     return max(longest, int(padded / 1.25) // layout.tensor * layout.tensor)
 
 
 def _mask(model: ModelConfig, arch: Architecture, tokens: int, row_tokens: int, device: str) -> tuple[int, int]:
-    """Bytes of the attention mask of a line of ``tokens``: for each own token, all ``row_tokens`` of its row.
+    """Return the bytes of the attention mask of ``tokens``: for each local token, all ``row_tokens`` of its row.
 
-    Of a pass that keeps it for the backward pass; of one that does not. A GPU needs none in bf16.
+    The first number is for a pass that keeps it for the backward pass, the second for one that does not. A GPU needs
+    none in bf16.
     """
     places = tokens * row_tokens
     if device == "npu":  # one mask of bool
         return places, places
     if device == "cuda" and model.dtype == "bf16":
         return 0, 0
-    # fp32; torch's attention takes a mask of its own type, of which autograd keeps a copy in each layer.
+    # In fp32; torch's attention takes a mask of its own type, and autograd keeps a copy of it in each layer.
     if model.dtype == "bf16":
         copies = 1 if model.recompute else arch.num_layers
         return places * (4 + 2 * copies), places * 6
-    return places * 4, places * 5  # beside it the bool mask of which it is made
+    return places * 4, places * 5  # also counts the bool mask from which it is made
 
 
 def step_memory(
     cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
 ) -> Memory:
-    """Every phase of a step on the fullest rank. ``device``: cpu | npu | cuda. ``capacity``: bytes of this rank."""
+    """Return every phase of a step on the fullest rank.
+
+    ``device`` is cpu, npu or cuda, and ``capacity`` the bytes of this rank.
+    """
     element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
     tokens = packed_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
     work = activations(
@@ -247,7 +256,7 @@ def step_memory(
     first_group, pushed = _push(cfg, arch, layout, way.fills_stacks, merged > 0)
     routing = sum(arch.moe_layers) * arch.experts_per_token if cfg.replay.mode != "off" else 0
     own_sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data)
-    kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts, apart from the engine's
+    kinds, apart = {*arch.moe_layers}, not merged  # whether a pass merges experts in addition to the engine's copy
     one_merged = max(max(merged_by_target(arch, cfg.lora, layout, is_moe, apart)) for is_moe in kinds) * element
     in_fp32 = 4 * merged_at_once(arch, cfg.lora, layout, apart)
     teaches = bool(cfg.loss.teacher)
@@ -270,11 +279,11 @@ def step_memory(
         "dequantised weights": dequantised,
         "merged weights": merged_weights(arch, cfg.lora, layout, cfg.model.recompute, apart) * element * in_passes,
         "activations": work.peak,
-        "logits chunk": work.logits,  # within the activations
+        "logits chunk": work.logits,  # included in the activations
         "margin": int(MARGIN * capacity),
     }
     merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
-    # Beyond the fullest moment of the other work. Experts that are merged in the engine's memory are merged before it.
+    # In addition to the fullest moment of the other work. Experts in the engine's memory are merged before it.
     parts["merging in fp32"] = max(0, merging) * (in_passes and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
@@ -288,35 +297,35 @@ def step_memory(
         scored=cached_rows,
         device=device,
     ).reference
-    swapped = lora * (rollout.staleness > 0)  # the trainer's own factors, while the adapters are older ones
-    # Rank 0 has a checkpoint in the memory of the host.
+    swapped = lora * (rollout.staleness > 0)  # the trainer's factors, while the adapters contain older ones
+    # Rank 0 has a checkpoint in the host's memory.
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "teacher", "runtime")),
-        # The first push. With factors apart, the host has the frozen experts until they are shared.
+        # The first push. If the factors are kept apart, the host has the frozen experts until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not adapter),
         "sync": resident + swapped + pushed,
         "rollout": resident + sampling,
-        # A later micro-batch of an update finds the gradients of the earlier ones. The pass of the old policy merges
-        # one weight, or stack of experts, at a time.
+        # A later micro-batch of an update needs the gradients of the earlier ones in addition. The pass of the old
+        # policy merges one weight, or stack of experts, at a time.
         "reference": resident
         + lora
-        + max(swapped, parts["teacher"])  # the trainer's own factors, while the adapters are the teacher's
+        + max(swapped, parts["teacher"])  # the trainer's factors, while the adapters contain the teacher's
         + parts["routing records"]
         + max(no_gradient, work.reference + dequantised),
         "update": resident + lora + parts["routing records"] + updating,
-        "optimizer": resident + 2 * lora,  # gradients; then their flat message, or AdamW's temporaries
+        "optimizer": resident + 2 * lora,  # gradients, then their flat message or AdamW's temporaries
         "save": resident + gathered_by_a_save(arch, cfg.lora, device) + checkpoint,
     }
     return Memory(parts, phases, capacity, cached_rows, wanted_rows, merged // element)
 
 
 def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool, shared: bool) -> tuple[int, int]:
-    """Return the bytes of the largest group of tensors in the first push, and those that a later push needs in all.
+    """Return the bytes of the largest group of tensors in the first push, and the total that a later push needs.
 
     An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's experts
-    if the engine uses the trainer's own shards. ``shared``: merged experts are in the engine's memory.
+    if the engine uses the trainer's shards. If ``shared`` is true, merged experts are in the engine's memory.
     """
     element, h = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
@@ -325,29 +334,30 @@ def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool
     else:
         group, attention = max(3 * experts, arch.vocab_size * h * element), arch.qkv_size
     if cfg.merging is Merging.NOWHERE:
-        # It gathers the factors whole in fp32, and the engine holds the old ones until it has the new ones.
+        # The push gathers the factors whole in fp32, and the engine keeps the old ones until it has the new ones.
         return group, lora_parameters(arch, cfg.lora, WHOLE) * (4 + element)
     later = group
     if stacks_filled:
-        # Three matrices of this rank, unless in the engine's memory, and of all ranks: a stack outlives the next one.
+        # Three matrices of this rank, unless they are in the engine's memory, and of all ranks: a stack outlives the
+        # next.
         stacks = 3 * experts * ((not shared) / layout.expert + (layout.engine_expert == 1 < layout.expert))
         later = int(max(stacks, 2 * attention * h * element))
-    # Codes that are merged in the engine's memory are dequantised in fp32, cast and joined.
+    # Quantised weights that are merged in the engine's memory are dequantised in fp32, cast and joined.
     merged_element = 4 + 2 * element * (cfg.model.quantisation != "none" and shared)
     return group, later + max(merged_element * merged_at_once(arch, cfg.lora, layout), 3 * 4 * h * attention)
 
 
 def _sampling_layout(layout: RankGrid) -> RankGrid:
-    """The layout whose activations stand for those of the engine.
+    """Return the layout whose activations are those of the engine.
 
-    Ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split either.
+    Ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split here.
     """
     tensor, expert = layout.engine_tensor, layout.engine_expert
     return RankGrid(expert, tensor, expert, tensor, expert) if expert > tensor else WHOLE
 
 
 def _cache(rollout: RolloutConfig, arch: Architecture, rows: int, prompt_tokens: int, dtype: str) -> int:
-    """Bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
+    """Return the bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
     if rollout.kind.reserves:
         return rollout.kv_cache_mib * 2**20
     # In bf16 each row has a copy of its prompt.
@@ -357,9 +367,9 @@ def _cache(rollout: RolloutConfig, arch: Architecture, rows: int, prompt_tokens:
 
 
 def communication_buffers(layout: RankGrid, device: str) -> int:
-    """Bytes of the buffers of all groups that move tensors of a device: the trainer's of several ranks, the engine's.
+    """Return the bytes of the buffers of all groups that move tensors of a device: the trainer's and the engine's.
 
-    What goes over all ranks is on the host.
+    Only groups of several ranks have buffers. Messages between all ranks are on the host.
     """
     sizes = {"tp": layout.tensor, "ep": layout.expert, "dp": layout.data, "ep_dp": layout.expert_data}
     own = {name: 2 * 2**20 * mib for name, mib in HCCL_BUFFER_MIB.items()} if device == "npu" else {}

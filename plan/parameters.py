@@ -1,4 +1,4 @@
-"""Parameters and bytes of weights on one rank: frozen, adapted, merged, and shared with the engine. No torch here."""
+"""Parameters and bytes of weights on one rank: frozen, adapted, merged, and shared with the engine. Needs no torch."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from plan.way import Way
 
 
 def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
-    """Copies, rows and columns of a module on one rank of the trainer."""
+    """Return the copies, rows and columns of a module on one rank of the trainer."""
     return (
         module.copies // layout.expert if module.kind == "experts" else 1,
         module.out_size // (layout.tensor if module.split == 0 else 1),
@@ -21,7 +21,7 @@ def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
 
 
 def base_parameters(arch: Architecture, layout: RankGrid) -> int:
-    """Frozen parameters of one rank of the trainer."""
+    """Count the frozen parameters of one rank of the trainer."""
 
     def held(module: Module) -> int:
         copies, rows, columns = on_rank(module, layout)
@@ -32,7 +32,7 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
 
 
 def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
-    """Parameters of the engine on one rank: some of the experts, or a part of each, and a part of all the rest."""
+    """Count the engine's parameters on one rank: some of the experts, or a part of each, and a part of the rest."""
     experts = sum(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.expert_ffn_size
     ranks = layout.engine_tensor
     rest = base_parameters(arch, RankGrid(ranks, ranks, 1, ranks, ranks)) - experts
@@ -40,7 +40,7 @@ def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
 
 
 def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
-    """Bytes of the frozen weights of one rank of the trainer, and what a product dequantises, with its fp32 parts."""
+    """Return the bytes of a trainer rank's frozen weights, and those that a product dequantises, in fp32 too."""
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
         return whole, 0
@@ -52,23 +52,23 @@ def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation:
 
 
 def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> int:
-    """Trainable parameters of one rank."""
+    """Count the trainable parameters of one rank."""
     return over_layers(arch, functools.partial(adapter_size, lora, layout))
 
 
 def checkpoint_bytes(arch: Architecture, lora: LoraConfig, staleness: int) -> int:
-    """Size of one checkpoint: factors, two moments, and the factors of ``staleness`` earlier steps, in fp32."""
+    """Return the size of a checkpoint in fp32: factors, two moments, and factors of ``staleness`` earlier steps."""
     return 4 * (3 + staleness) * lora_parameters(arch, lora, grid.WHOLE)
 
 
 def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
-    """Trainable parameters of a module on one rank: R x (inputs + outputs) for each pair of factors."""
+    """Count a module's trainable parameters on one rank: R x (inputs + outputs) for each pair of factors."""
     copies, rows, columns = on_rank(module, layout)
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
 
 def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
-    """Count the parameters of frozen and of merged experts that trainer and engine of a rank hold once."""
+    """Count the parameters of the frozen and of the merged experts that trainer and engine of a rank share."""
     sizes = [0, 0]
     for module in every_module(arch):
         adapted = module.target in way.cfg.lora.targets
@@ -78,7 +78,7 @@ def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
 
 
 def merged_by_target(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
-    """Parameters of one layer, on one rank, that each member of lora.targets adapts, with its ``experts`` or without"""
+    """Count one layer's parameters on one rank that each of lora.targets adapts, with or without its ``experts``."""
     own = [module for module in modules(arch, is_moe) if experts or module.kind != "experts"]
     return [sum(math.prod(on_rank(m, layout)) for m in own if m.target == target) for target in lora.targets]
 
@@ -97,16 +97,16 @@ def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, exper
 def merged_weights(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool, experts: bool = True
 ) -> int:
-    """Parameters of the merged weights that a passing micro-batch holds: with ``recompute`` those of one layer.
+    """Count the parameters of the merged weights during a micro-batch. With ``recompute`` they are those of one layer.
 
-    Without ``experts`` of all others, where the engine's memory holds the merged experts.
+    If the merged experts are in the engine's memory, ``experts`` is false, and the others are counted.
     """
     layers = {is_moe: sum(merged_by_target(arch, lora, layout, is_moe, experts)) for is_moe in {*arch.moe_layers}}
     return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
 
 
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, device: str) -> int:
-    """Most bytes that a rank holds beside its own shards while a checkpoint is written: the largest whole fp32 tensor.
+    """Return the most bytes that a save needs on a rank besides its shards: the largest whole fp32 tensor.
 
     On a CPU the host joins the shards, and gloo copies what it sends and receives.
     """

@@ -1,8 +1,8 @@
-"""Seconds of each phase of a step by a roofline: the time that the device's arithmetic, memory and links need at least.
+"""Seconds of each phase of a step by a roofline: the least time that the device's arithmetic, memory and links need.
 
 This is an estimate, never a measurement. It compares layouts and finds the bottleneck. Every assumption is a field of
-Hardware (facts/devices.py) and is printed with the plan. The phases are what is expected; Times.step gives the range in
-which a step lies. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares the formulas with an
+Hardware (facts/devices.py) and is printed with the plan. The phases are the expected seconds; Times.step gives the
+range of a step. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares the formulas with an
 independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
@@ -22,16 +22,16 @@ from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 
-DECODE_PARTS = 16  # in which the number of running rows counts as constant
+DECODE_PARTS = 16  # in each of which the number of running rows counts as constant
 EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
 TURN_SECONDS = 1.0  # for which decoding waits for rollout.environment at a turn: a guess, see --turn-seconds
 DECODING = ("with graphs", "without graphs")
-MERGE_BYTES = 28  # read and written for an element of W + s B A: of bf16, in fp32, one operation after the other
+MERGE_BYTES = 28  # read and written for an element of W + s B A: in bf16 and fp32, one operation after the other
 
 
 @functools.cache
 def active_parameters(arch: Architecture) -> int:
-    """Parameters that one token is multiplied with. The look-up of its embedding is not counted."""
+    """Count the parameters that one token is multiplied with. The look-up of its embedding is not counted."""
 
     def used(module: Module) -> int:
         copies = arch.experts_per_token if module.kind == "experts" else 1
@@ -41,7 +41,7 @@ def active_parameters(arch: Architecture) -> int:
 
 
 class Rows(NamedTuple):
-    """What passes through the model: all rows of one pass, packed by group, so a prompt counts once a group."""
+    """All rows of one pass through the model, packed by group, so a prompt counts once per group."""
 
     tokens: float
     scored: float  # tokens that reach the head
@@ -49,14 +49,14 @@ class Rows(NamedTuple):
 
 
 def equal_rows(number: float, prompt: float, completion: float, group: float = 1) -> Rows:
-    """So many rows of one prompt and one completion, in tokens; ``group`` rows share the work on their prompt."""
+    """Return ``number`` equal rows, with lengths in tokens; ``group`` rows share the work on their prompt."""
     tokens = number * (completion + prompt / group)
     pairs = number * (completion * (prompt + completion) + prompt**2 / 2 / group)
     return Rows(tokens, number * max(1, completion), pairs)
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
-    """Operations of one forward pass: linear layers, attention, and the head, which only completions reach."""
+    """Return a forward pass's operations: linear layers, attention, and the head, which only completions reach."""
     head = 2 * arch.vocab_size * arch.hidden_size
     return {
         "layers": rows.tokens * (2 * active_parameters(arch) - head),
@@ -66,7 +66,7 @@ def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
 
 
 def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
-    """Operations of all low-rank updates in one forward pass: each token meets the factors of its own experts."""
+    """Return the operations of all LoRA updates in a forward pass: each token meets the factors of its experts."""
     own = dataclasses.replace(arch, num_experts=arch.experts_per_token)
     return 2 * tokens * lora_parameters(own, lora, WHOLE)
 
@@ -74,11 +74,11 @@ def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
 def update_flops(
     arch: Architecture, lora: LoraConfig, rows: Rows, *, recompute: bool, merged: bool
 ) -> tuple[float, float]:
-    """Operations of the forward and of the backward pass of an update. ``merged``: whether the passes merge.
+    """Return the operations of the forward and of the backward pass of an update. ``merged``: whether passes merge.
 
-    Frozen weights get no gradient, so a linear layer costs once more; attention costs 2.5 times its forward pass, the
-    head computes its logits again, and the factors get gradients. Where the trainer merges its weights, the factors'
-    products serve the gradient alone, and their input gets none.
+    Frozen weights get no gradient, so the backward pass of a linear layer costs as much as its forward pass. That of
+    attention costs 2.5 times its forward pass, the head computes its logits again, and the factors get gradients. If
+    the trainer merges its weights, the factors' products serve the gradient alone, and their input gets none.
     """
     parts, low_rank = forward_flops(arch, rows), lora_flops(arch, lora, rows.tokens)
     layers = parts["layers"] + parts["attention"]
@@ -101,11 +101,11 @@ def decode_step(
     element: int,
     away: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, float]:
-    """Seconds by cause of a decode step of ``sequences`` rows over all ``ranks``; a row has ``context`` cached tokens.
+    """Return the seconds, by cause, of a decode step of ``sequences`` rows with ``context`` cached tokens each.
 
-    The device reads its memory while it computes, so the slower of the two counts.
-    ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts. ``away``: the
-    shares of their traffic that leave a node.
+    The rows are spread over all ``ranks``. The device reads its memory while it computes, so the slower of the two
+    counts. ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts. ``away``
+    has the shares of their traffic that leave a node.
     """
     h, layers, moe = arch.hidden_size, arch.num_layers, sum(arch.moe_layers)
     rows = sequences * tensor / ranks  # rows of one tensor group
@@ -126,17 +126,17 @@ def decode_step(
 
 
 def slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """The slower one of two things that happen at the same time."""
+    """Return the slower one of two things that happen at the same time."""
     return max(one, other, key=lambda causes: sum(causes.values()))
 
 
 def exchange_bytes(
     arch: Architecture, layout: RankGrid, tokens: float, element: int, passes: int = 1, ends: int = 2
 ) -> dict[str, float]:
-    """Bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
+    """Return the bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
 
-    Tensor ranks gather and scatter the sequence: around attention, a dense layer and a shared expert, and at ``ends``:
-    after the embedding and before the head. Expert ranks exchange rows.
+    Tensor ranks gather and scatter the sequence around attention, a dense layer and a shared expert. They also do so at
+    ``ends``: after the embedding and before the head. Expert ranks exchange rows.
     """
     h, tensor = arch.hidden_size, layout.tensor
     split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
@@ -148,9 +148,10 @@ def exchange_bytes(
 def sync_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, element: int, *, apart: bool
 ) -> dict[str, float]:
-    """One push of the policy: every rank receives whole adapted tensors, or reads and writes only its own shards.
+    """Return the seconds of a push: every rank receives whole adapted tensors, or reads and writes only its shards.
 
-    Before that a rank merges its own shards. With the factors ``apart`` from the weights, only these are sent, in fp32.
+    Before that, each rank merges its shards. If the factors are kept ``apart`` from the weights, only these are sent,
+    in fp32.
     """
     away, speed = layout.away_of(layout.ranks), hardware.link_share
     if apart:
@@ -168,10 +169,10 @@ def sync_seconds(
 
 
 def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
-    """Bytes that a rank sends over each kind of group when the fp32 gradients of an update are summed.
+    """Return the bytes that a rank sends over each kind of group to sum the fp32 gradients of an update.
 
-    Factors of routed experts are summed over expert_data, all others over data. A factor that tensor ranks hold whole
-    is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
+    Factors of routed experts are summed over expert_data, all others over data. If tensor ranks store a factor whole,
+    it is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
     """
 
     def held_whole(module: Module) -> int:
@@ -194,7 +195,7 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
 def optimizer_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, updates: int
 ) -> dict[str, float]:
-    """All optimizer steps: the sum of fp32 gradients over the ranks that share a factor, and AdamW's memory traffic."""
+    """Return the seconds of all optimizer steps: the sum of fp32 gradients over ranks, and AdamW's memory traffic."""
     size = 4 * lora_parameters(arch, lora, layout)
     # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {
@@ -214,10 +215,10 @@ def optimizer_seconds(
 class Times:
     """Seconds of each phase of a step by cause, and the numbers behind them."""
 
-    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic the slower one
-    decode_steps: float  # of a step, all rounds and waves
+    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; only the slower one of launches and arithmetic
+    decode_steps: float  # in a step, over all rounds and waves
     decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
-    waves: int  # sampling takes so many rounds, because the engine takes only a part of the rows at once
+    waves: int  # rounds of sampling, if the engine takes only a part of the rows at once
     micro_batches: int  # of one rank in one update
 
     @property
@@ -230,7 +231,7 @@ class Times:
 
     @property
     def step(self) -> Range:
-        """The step lies in it, as far as the published runs tell."""
+        """The range of a step, according to the published runs."""
         return spread(self.total)
 
     @property
@@ -239,7 +240,7 @@ class Times:
         return [name for name, seconds in self.phases.items() if seconds >= 0.1 * self.total]
 
     def bound(self, phase: str) -> str:
-        """The cause that takes most of ``phase``."""
+        """Return the cause that takes most of ``phase``."""
         return max(self.causes[phase], key=self.causes[phase].__getitem__)
 
 
@@ -254,7 +255,7 @@ def step_times(
     longest: float,
     turn_seconds: float = TURN_SECONDS,
 ) -> Times:
-    """Every phase of a step. ``prompt``, ``completion``: mean numbers of tokens. ``longest``: of one completion."""
+    """Return every phase of a step. ``prompt`` and ``completion`` are mean lengths, ``longest`` is the longest."""
     rollout, recompute = cfg.rollout, int(cfg.model.recompute)
     element = ELEMENT_BYTES[cfg.model.dtype]
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
@@ -282,7 +283,7 @@ def step_times(
     micro_batches = _micro_batches(cfg.optim, layout, rollout.group_size, prompt, completion)
 
     def passing(operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
-        """Seconds of so many operations in ``passes`` through all layers, each with ``launches`` in sum."""
+        """Return the seconds of ``operations`` in ``passes`` through all layers, with ``launches`` per layer in all."""
         launching = launches * arch.num_layers * updates * micro_batches * hardware.launch_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
         longer = slower({"arithmetic": operations / rate}, {"launches": launching})
@@ -295,7 +296,7 @@ def step_times(
         arch, cfg.lora, trained, recompute=cfg.model.recompute, merged=cfg.merging >= Merging.PASSES
     )
     prompts = forward_flops(arch, equal_rows(rollout.prompts_per_step * sum(rounds), prompt, 0))
-    once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # an update; the first one's merge is part of the push
+    once = MERGE_BYTES * memory.merged_once / hardware.bandwidth  # per update; the first one is part of the push
     in_a_pass = merged_weights(arch, cfg.lora, layout, recompute=False, experts=not once) * (
         cfg.merging >= Merging.PASSES
     )
@@ -334,26 +335,27 @@ def _leaves_cache(rollout: RolloutConfig, waves: int) -> bool:
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
-    """In how many waves a replica decodes its ``rows``, and how many rows run in one of them on all ranks."""
+    """Return the number of waves in which a replica decodes its ``rows``, and the rows of one wave on all ranks."""
     waves = -(-rows // max(1, memory.cached_rows))
     return waves, -(-rows // waves) * layout.replicas
 
 
 def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt: float, completion: float) -> int:
-    """Of a rank in one update. batches.plan counts a packed row with a quarter of its padded length more."""
+    """Return a rank's micro-batches per update. batches.plan counts a row with a quarter of its padded length more."""
     rows = -(-optim.prompts_per_update * group_size // layout.data)
     a_row = completion + prompt / group_size + (prompt + completion) / 4
     return -(-rows // max(1, int(optim.tokens_per_micro_batch // a_row)))
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
-    """Parts of decoding: (decode steps, share of the rows that are still running, tokens that a row has by then).
+    """Return parts of decoding: (decode steps, share of the rows that still run, tokens that a row has by then).
 
     Decoding ends with the longest row, of N tokens. Assumed: after t tokens a share (1 - t / N)^(N / mean - 1) still
-    runs, which gives the mean ``completion``; with a mean of N all rows run to the end. An engine that ``refills``, as
-    vLLM, starts a waiting row as soon as another one ends, so its earlier waves last for a mean row, all places taken.
+    runs, which gives the mean ``completion``. With a mean of N all rows run to the end. An engine that ``refills``, as
+    vLLM does, starts a waiting row as soon as another one ends. Its earlier waves last for a mean row, and are always
+    full.
     """
-    ends = 1 if refills else waves  # of waves, in which fewer and fewer rows run
+    ends = 1 if refills else waves  # waves in which fewer and fewer rows run
     places = [(part + 0.5) / DECODE_PARTS for part in range(DECODE_PARTS)]
     falling = [(ends * longest / DECODE_PARTS, (1 - at) ** (longest / completion - 1), at * longest) for at in places]
     return [*falling, ((waves - ends) * completion, 1.0, completion / 2)]
@@ -362,7 +364,7 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
 def _decoding(
     arch: Architecture, hardware: Hardware, parts: list[tuple[float, dict[str, float]]], eager: bool
 ) -> dict[str, float]:
-    """Seconds of all decode steps by cause: of each step its roofline, or its launches if they take longer."""
+    """Return the seconds of all decode steps by cause: the roofline of each, or its launches if they take longer."""
     layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
     causes: dict[str, float] = defaultdict(float)
     for steps, part in parts:
@@ -379,7 +381,7 @@ def assumptions(
     dynamic_rounds: int = 0,
     turn_seconds: float = 0.0,
 ) -> str:
-    """The assumptions behind the seconds, in one line. ``turn_seconds``: 0 without an environment."""
+    """Return the assumptions behind the seconds in one line. ``turn_seconds`` is 0 without an environment."""
     graphs, eager, launch = (
         three_digits(1e6 * seconds)
         for seconds in (hardware.graph_layer_seconds, hardware.eager_layer_seconds, hardware.launch_seconds)
@@ -392,6 +394,6 @@ def assumptions(
         f"{hardware.between_nodes / 1e9:g} GB/s between nodes, "
         f"a layer of a decode step takes at least {graphs} us with graphs and {eager} us without, "
         f"a launch {launch} us, "
-        f"prompts of {prompt:g} and completions of {completion:g} tokens in the mean, the longest of {longest:g}; "
+        f"prompts of {prompt:g} and completions of {completion:g} tokens on average, at most {longest:g}; "
         f"{dropped * (dynamic_rounds > 0)}{answers * (turn_seconds > 0)}an estimate, not a measurement"
     )

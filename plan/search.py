@@ -1,7 +1,7 @@
 """Does a configuration fit a number of ranks, and which similar layouts fit if it does not? Nothing here imports torch.
 
-judge() applies every rule of inputs/rules.py and then the memory plan. Everything that alternatives() lists has
-passed judge().
+judge() applies every rule of inputs/rules.py and then the memory plan. Everything that alternatives() lists has passed
+judge().
 """
 
 import functools
@@ -30,16 +30,16 @@ from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
 
 LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest
-SMALLER = 6  # next smaller numbers of ranks that are tried
+SMALLER = 6  # how many next smaller numbers of ranks are tried
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The model and the machine that a configuration is judged for."""
+    """The model and the machine for which a configuration is checked."""
 
     arch: Architecture
     device: str  # cpu | npu | cuda
-    hardware: Hardware  # of one rank: that of HARDWARE, or as a run measured it (plan/calibrate.py)
+    hardware: Hardware  # of one rank: from HARDWARE, or as a run measured it (plan/calibrate.py)
     ranks_per_node: int
     prompt_tokens: float  # mean
     completion_tokens: float  # mean
@@ -54,7 +54,7 @@ class Verdict:
     layout: grid.RankGrid
     reasons: list[str]
     memory: Memory | None = None
-    timed: Callable[[], roofline.Times | None] = lambda: None  # called once, and not if a search drops the layout
+    timed: Callable[[], roofline.Times | None] = lambda: None  # called once, or never if a search drops the layout
 
     @functools.cached_property
     def times(self) -> roofline.Times | None:
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """The rules of inputs/rules.py about layouts that this one breaks."""
+    """Return the rules of inputs/rules.py about layouts that this one breaks."""
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
@@ -82,7 +82,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
         return Verdict(cfg, layout, reasons)
     hardware = setting.hardware
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    a_share = host // min(ranks, setting.ranks_per_node)  # of a CPU's ranks
+    a_share = host // min(ranks, setting.ranks_per_node)  # of the host's memory, for one of a CPU's ranks
     capacity = int(hardware.memory_gib * GIB) if hardware.memory_gib else a_share
     memory = step_memory(cfg, arch, layout, setting.device, capacity)
     timed = functools.partial(
@@ -101,8 +101,8 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
         parts = [(size, name) for name, size in memory.parts.items() if name not in ("margin", "logits chunk")]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sorted(parts, reverse=True)[:3])
         reasons.append(
-            f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB on a rank, margin included, of "
-            f"{capacity / GIB:.1f}; the largest parts: {largest}"
+            f"memory: {memory.fullest} needs {memory.peak / GIB:.1f} GiB per rank, margin included, more than the "
+            f"{capacity / GIB:.1f} of the device; the largest parts: {largest}"
         )
     return Verdict(cfg, layout, reasons, memory, timed)
 
@@ -111,7 +111,7 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 
 
 def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setting) -> Iterator[Verdict]:
-    """The layouts that judge() accepts on so many ranks, of each base in turn those nearest to ``asked`` first."""
+    """Yield the layouts on ``ranks`` ranks that judge() accepts, base by base, those nearest to ``asked`` first."""
     for base in bases:
         layouts = _candidates(base, ranks, setting.arch)
         for cfg in sorted(layouts, key=lambda new: _distance(asked.cfg, new)):
@@ -123,9 +123,9 @@ def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setti
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     """Return the accepted layouts nearest to a refused one, or none if ``refused`` has no reasons against it.
 
-    No more ranks than asked come first, then memory and estimated time count. They are of as many ranks, or if none of
-    these fits, of other numbers: of each the nearest layout. The search changes the layout; then also recompute; then
-    also the micro-batch.
+    The layouts have the requested number of ranks. If none of them fits, other numbers are tried, and the list has the
+    nearest layout of each. Layouts on no more ranks than requested come first, then memory and estimated time decide.
+    The search changes first the layout, then also recompute, then also the micro-batch.
     """
     if not refused.reasons:
         return []
@@ -134,7 +134,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
     smaller = recomputing.changed(optim={"tokens_per_micro_batch": cfg.row_tokens})
     bases, counts = (cfg, recomputing, smaller), _other_counts(refused.ranks, setting)
     listed = list(itertools.islice(accepted(refused, bases, refused.ranks, setting), LISTED))
-    if listed and cfg == refused.cfg:  # the configuration may be sound, and only the number of ranks wrong
+    if listed and cfg == refused.cfg:  # the configuration may be correct, and only the number of ranks wrong
         unchanged = (judge(cfg, count, setting) for count in counts)
         new = [verdict for verdict in unchanged if not verdict.reasons]
         listed = listed[: LISTED - 1] + new[:1]
@@ -146,9 +146,9 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
-    """Return the layouts of as many ranks that take the shortest step, each with its best settings.
+    """Return the layouts on the same number of ranks that take the shortest step, each with its best settings.
 
-    The settings are recompute, micro-batch and graphs. The number of updates stays, because with fewer of them a step
+    The settings are recompute, micro-batch and graphs. The number of updates stays, because with fewer updates a step
     is shorter and learns less.
     """
     best: dict[str, Verdict] = {}
@@ -173,7 +173,7 @@ def _variants(asked: Verdict) -> Iterator[Config]:
 
 
 def _corrected(refused: Verdict, arch: Architecture) -> Config:
-    """What was refused with a correct batch equation and cache."""
+    """Return the refused configuration with a correct batch equation and cache."""
     cfg = refused.cfg
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
@@ -190,9 +190,9 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of two, whole nodes.
+    """Return other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of 2, whole nodes.
 
-    After a die or a node has failed one of the next smaller ones is wanted.
+    After a die or a node has failed, one of the next smaller ones is wanted.
     """
     node = setting.ranks_per_node
     power = 1 << ranks.bit_length()
@@ -203,7 +203,7 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
 
 
 def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]:
-    """Every layout of so many ranks whose sizes divide what they must; judge() applies the other rules."""
+    """Yield every layout of this many ranks whose sizes divide what they must; judge() applies the other rules."""
 
     def trains(**sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
@@ -219,7 +219,7 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
         [size for size in sizes if trains(tensor=size)],
         [size for size in sizes if trains(expert=size)],
         [size for size in searched if samples(size)],
-        {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has its own copy
+        {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has a separate copy
     ):
         yield cfg.changed(
             parallel={"tensor": tensor, "expert": expert}, rollout={"tensor": replica, "expert_parallel": shared}
@@ -227,7 +227,7 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
 
 
 def _distance(asked: Config, new: Config) -> float:
-    """How far a layout is from the request, in doublings of sizes."""
+    """Return how far a layout is from the request, in doublings of sizes."""
     pairs = [
         (asked.parallel.tensor, new.parallel.tensor),
         (asked.parallel.expert, new.parallel.expert),
@@ -237,7 +237,7 @@ def _distance(asked: Config, new: Config) -> float:
     return sum(abs(math.log2(a / b)) for a, b in pairs) + 0.5 * copied
 
 
-KEYS = (  # that a search can change, in the order in which overrides are listed
+KEYS = (  # keys that a search can change, in the order in which overrides are listed
     "parallel.tensor",
     "parallel.expert",
     "rollout.tensor",
@@ -252,7 +252,7 @@ KEYS = (  # that a search can change, in the order in which overrides are listed
 
 
 def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
-    """The command-line overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
+    """Return the overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
     new, old = ({key: functools.reduce(getattr, key.split("."), each.cfg) for key in KEYS} for each in (verdict, asked))
     listed = {*KEYS[: 3 if asked.cfg.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:
@@ -261,9 +261,9 @@ def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
 
 
 def scripts(config: Path, device: str) -> dict[int, str]:
-    """Number of ranks -> the script that is the row of so many ranks on one node with this configuration file."""
+    """Return number of ranks -> the script that starts this many on one node with this configuration file."""
     found = {}
-    for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # of two with equally many ranks, the shorter name
+    for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # if two have equally many ranks, the shorter name wins
         head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name

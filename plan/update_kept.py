@@ -1,10 +1,10 @@
-"""What share of the LoRA update do merged bf16 weights hold?
+"""What share of the LoRA update do merged bf16 weights keep?
 
-W + U is rounded to the nearest bf16 number, so a change of less than half of the distance to the next number is lost
-until U has grown. The share is <C, U> / <U, U> of the change C that is left, as in the metric sync/update_share.
-Assumed: weights with a standard deviation of WEIGHTS, an update of normally distributed entries, which B alone makes,
-and gradients of B that are noise, or noise and a signal of SIGNAL of its size. A simulation of AdamW with rounded
-weights gives the same (tests/rooms/plan/test_estimates.py). Nothing here imports torch.
+W + U is rounded to the nearest bf16 number. So a change of less than half the distance to the next number has no effect
+until U has grown. The share is <C, U> / <U, U>, where C is the change that remains, as in the metric sync/update_share.
+Four things are assumed. The weights have a standard deviation of WEIGHTS. The update has normally distributed entries.
+B alone makes it. The gradients of B are noise, or noise and a signal of SIGNAL times its size. A simulation of AdamW
+with rounded weights gives the same (tests/rooms/plan/test_estimates.py). Nothing here imports torch.
 """
 
 import math
@@ -13,19 +13,19 @@ from statistics import NormalDist
 from facts.architectures import Architecture, Module, over_layers
 from knobs import LoraConfig, OptimConfig
 
-WEIGHTS = 0.02  # of the 30B's matrices
+WEIGHTS = 0.02  # standard deviation of the matrices of the 30B
 SIGNAL = 0.3
-STEPS = (5, 20)  # at whose ends the share is told, after that of the first update
-EXPONENTS = range(-24, 2)  # of the weights that are counted; all others together are 1e-6 of them
-LARGE = 2.0  # distances of bf16 numbers: of an entry of that size rounding leaves all but 1e-8
+STEPS = (5, 20)  # steps after which the share is printed, in addition to the first update
+EXPONENTS = range(-24, 2)  # of the weights that are counted; all others together are 1e-6 of the whole
+LARGE = 2.0  # in distances of bf16 numbers; rounding keeps all but 1e-8 of an entry of this size
 
 
 def shares(
     optim: OptimConfig, lora: LoraConfig, arch: Architecture, prompts: int, steps: int
 ) -> dict[str, list[float]]:
-    """When -> the share of the update that the merged weights hold, by noise alone and with a signal.
+    """Return, for each time, the share of the update in the merged weights, with noise alone and with a signal.
 
-    ``prompts``: of a step; ``steps``: of the run.
+    ``prompts`` is the number of prompts per step, and ``steps`` the number of steps of the run.
     """
     updates = prompts // optim.prompts_per_update
     rates = [optim.rate(step, steps) for step in range(min(steps, max(STEPS))) for _ in range(updates)]
@@ -34,11 +34,11 @@ def shares(
 
 
 def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architecture) -> float:
-    """The share after updates with these learning rates; ``signal`` is the mean of a gradient whose noise has std 1."""
+    """Return the share after updates with these rates; ``signal`` is the mean of a gradient whose noise has std 1."""
     b = size_of_b(rates, signal)
 
     def size(module: Module) -> float:
-        """Of the update's entries, as those of A are uniform to 1 / sqrt(in); 0 of a module without an adapter."""
+        """Return the size of the update's entries (A's are uniform to 1 / sqrt(in)), or 0 without an adapter."""
         rank = lora.rank_of(module.kind == "experts")
         return lora.alpha * b / math.sqrt(3 * module.in_size * rank) if module.target in lora.targets else 0.0
 
@@ -50,9 +50,9 @@ def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architectur
 
 
 def size_of_b(rates: list[float], signal: float, beta: float = 0.9) -> float:
-    """The root mean square of B's entries after AdamW's updates, whose second moment has settled.
+    """Return the root mean square of B's entries after AdamW's updates, once the second moment has settled.
 
-    The gradient of an update moves B in all later ones, by the decaying first moment.
+    The gradient of an update moves B in all later ones, because the first moment decays slowly.
     """
     moved, coming = [], 0.0
     for n, rate in reversed([*enumerate(rates, 1)]):
@@ -63,17 +63,17 @@ def size_of_b(rates: list[float], signal: float, beta: float = 0.9) -> float:
 
 
 def kept_of(size: float) -> float:
-    """The share of an update with entries of standard deviation ``size`` that rounding leaves in the weights."""
+    """Return the share of an update with entries of standard deviation ``size`` that is left after rounding."""
     weight = NormalDist(sigma=WEIGHTS)
     total = 0.0
     for exponent in EXPONENTS:
         among = 2 * (weight.cdf(2.0 ** (exponent + 1)) - weight.cdf(2.0**exponent))
-        total += among * rounded(size / 2.0 ** (exponent - 7))  # 7 binary places of a bf16 number
+        total += among * rounded(size / 2.0 ** (exponent - 7))  # a bf16 number has 7 binary places
     return total
 
 
 def rounded(size: float) -> float:
-    """E[x round(x)] / E[x^2] of a normal x with this standard deviation.
+    """Return E[x round(x)] / E[x^2] for a normal x with this standard deviation.
 
     round(x) is the sum over k of 1 where x is above k - 1/2, and E[x where x > a] is size x density(a / size).
     """

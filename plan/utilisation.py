@@ -1,7 +1,8 @@
-"""What a run made of its devices: tokens a second and model FLOPs utilisation (MFU).
+"""How well a run used its devices: tokens per second and model FLOPs utilisation (MFU).
 
-MFU is the operations of the model for the tokens of the step, divided by what the devices could have computed in its
-seconds (arXiv 2204.02311). Activation recompute is no useful work there. Nothing here imports torch.
+MFU divides two numbers (arXiv 2204.02311): the operations that the model needs for the tokens of a step, by those that
+the devices could have computed in its seconds. Activation recompute does not count as useful work. Nothing here imports
+torch.
 """
 
 import re
@@ -12,18 +13,18 @@ from facts.devices import HARDWARE
 from knobs import Config, LoraConfig, Merging
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
-# What the driver calls the devices of which HARDWARE has the peak. It is that of bf16.
+# The driver's names of the devices whose peak HARDWARE contains. The peak is that of bf16.
 NAMES = {"npu": r"Ascend910_93\d\d", "cuda": r"NVIDIA H(?:100 80GB HBM3|200)"}
 Row = tuple[int, int, int]  # number of the group, tokens of the prompt, tokens of the completion
 
 
 def peak_flops(kind: str, name: str, dtype: str) -> float | None:
-    """Operations a second of the device that its driver calls ``name``; None where they are not known."""
+    """Return the operations per second of the device that its driver calls ``name``, or None if they are not known."""
     return HARDWARE[kind].flops if dtype == "bf16" and re.fullmatch(NAMES.get(kind, "(?!)"), name) else None
 
 
 def _work(rows: Sequence[Row]) -> Rows:
-    """What ``rows`` are together; a prompt counts once a group."""
+    """Add up the tokens and products of ``rows``. A prompt counts once per group."""
     prompts = {group: prompt for group, prompt, _ in rows}
     completions = sum(completion for _, _, completion in rows)
     pairs = sum(prompt**2 / 2 for prompt in prompts.values()) + sum(c * (p + c) for _, p, c in rows)
@@ -41,9 +42,9 @@ def step_flops(
     earlier_passes: float,
     reference: bool,
 ) -> float:
-    """Operations of a step: each token of the ``sampled`` rows ``rounds`` times, and the passes of the ``trained``.
+    """Return the operations of a step: ``rounds`` times the ``sampled`` rows, and the passes of the ``trained`` rows.
 
-    ``merged``, ``earlier_passes``: as Config has them. ``reference``: there is a pass for loss.kl.
+    ``merged`` and ``earlier_passes`` are those of Config. If ``reference`` is true, there is a pass for loss.kl.
     """
     work = _work(trained)
     frozen = sum(forward_flops(arch, work).values())
@@ -63,9 +64,9 @@ def speed(
     peak: float | None,
     new_tokens: int,
 ) -> dict[str, float]:
-    """The metrics perf/... of a step with these rows and this ``timing``; perf/mfu only with the device's ``peak``.
+    """Return the perf/... metrics of a step with these rows and this ``timing``; perf/mfu only with a known ``peak``.
 
-    ``new_tokens`` are those of all rounds of dynamic sampling, whose operations count like those of ``sampled``.
+    ``new_tokens`` counts all rounds of dynamic sampling; their operations count like those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
     found = {

@@ -1,6 +1,6 @@
-"""The way from the policy to the engine: where LoRA is merged, and which experts trainer and engine hold once.
+"""The way from the policy to the engine: where LoRA is merged, and which experts trainer and engine share.
 
-The plan, the dry run and the push (weight_sync.py) ask the same object. Imports no torch.
+The plan, the dry run and the push (weight_sync.py) use the same object. Nothing here imports torch.
 """
 
 from knobs import Config, Merging
@@ -8,22 +8,22 @@ from plan.grid import RankGrid
 
 
 class Way:
-    """The part of a way that follows from configuration, layout and device; weight_sync.py adds how it sends."""
+    """The part of the way that follows from configuration, layout and device; weight_sync.py adds how it sends."""
 
     def __init__(self, cfg: Config, layout: RankGrid, device: str) -> None:
         self.cfg, self.layout, self.device = cfg, layout, device
 
     @property
     def splits_as_trainer(self) -> bool:
-        """Whether the engine's ranks split the experts as the trainer's do, so a rank has the same ones in both."""
+        """Return whether the engine's ranks split the experts as the trainer's do: a rank has the same ones in both."""
         return self.layout.engine_expert == self.layout.expert
 
     @property
     def fills_stacks(self) -> bool:
-        """Whether every rank's engine has Engine.stacks that a push fills: all experts, or exactly the trainer's.
+        """Return whether a push fills Engine.stacks on every rank: with all experts, or with exactly the trainer's.
 
-        All ranks get the same answer. An engine whose ranks split the experts in another way than the trainer's, or
-        that split each expert, has some rank whose experts are elsewhere.
+        All ranks get the same answer. If the engine's ranks split the experts in another way than the trainer's, or if
+        they split each expert, some rank's experts are on another rank.
         """
         rollout, several = self.cfg.rollout, self.layout.engine_expert > 1
         packs = self.device in rollout.kind.packs_on
@@ -31,14 +31,14 @@ class Way:
         return not packs and not splits_each and (not several or self.splits_as_trainer)
 
     def merges(self, adapted: bool) -> bool:
-        """Return whether a push merges LoRA into experts. ``adapted``: LoRA is on them."""
+        """Return whether a push merges LoRA into experts. ``adapted`` says whether LoRA is on them."""
         return adapted and self.cfg.merging > Merging.NOWHERE
 
     def shares(self, adapted: bool) -> bool:
-        """Return whether trainer and engine hold experts in one memory, the engine's. ``adapted``: LoRA is on them.
+        """Return whether trainer and engine share one copy of the experts, in the engine's memory.
 
-        Merged experts are shared if the trainer computes with the weights that sample. Experts that are pushed as they
-        are can be shared unless the trainer holds them quantised.
+        ``adapted`` says whether LoRA is on them. Merged experts are shared if the trainer computes with the weights
+        that sample. Experts that are pushed unchanged can be shared unless the trainer stores them quantised.
         """
         if not self.fills_stacks:
             return False

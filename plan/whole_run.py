@@ -1,7 +1,7 @@
-"""How long a whole run takes, and how much disk space its checkpoints and completions need, by the plan of one step.
+"""Estimates the hours of a whole run, and the disk space of its checkpoints and completions, from the plan of one step.
 
-This is rough: steps times the expected seconds of a step, and evaluations by its prefill and decode steps. Loading the
-model, its warm start and writing checkpoints are not counted. Nothing here imports torch.
+The estimate is rough. It multiplies steps by the expected seconds of a step, and adds evaluations by their prefill and
+decode steps. It does not count loading the model, its warm start, or writing checkpoints. Nothing here imports torch.
 """
 
 from typing import NamedTuple
@@ -12,19 +12,19 @@ from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Verdict
 
-TOKEN_BYTES, ROW_BYTES = 2, 100  # of a compressed completion; English text of 4 letters per token takes 1.64 bytes
-GSM8K_HELD_OUT = 1319  # questions; assumed of every file, and printed. eval.num_questions sets it
+TOKEN_BYTES, ROW_BYTES = 2, 100  # bytes of a compressed completion; English text with 4 letters per token takes 1.64
+GSM8K_HELD_OUT = 1319  # questions; assumed for every file, and printed. eval.num_questions sets it
 
 
 class WholeRun(NamedTuple):
-    """Seconds of the steps and of the evaluations of a run, and what stays of it."""
+    """Seconds of the steps and of the evaluations of a run, and the bytes that it leaves on disk."""
 
     steps: float
     evaluations: float
     num_evaluations: int
-    num_questions: int  # of one evaluation
-    kept_bytes: int  # of the checkpoints that stay at the end
-    completion_bytes: float  # of the folder completions/, if no completion ends early
+    num_questions: int  # in one evaluation
+    kept_bytes: int  # bytes of the checkpoints that stay at the end
+    completion_bytes: float  # bytes of the folder completions/, if no completion ends early
 
     @property
     def hours(self) -> float:
@@ -32,11 +32,11 @@ class WholeRun(NamedTuple):
 
 
 def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
-    """The run of a layout that fits.
+    """Return the estimate for a layout that fits.
 
-    In an evaluation, each question of a set gets a greedy answer, then eval.samples others; a replica takes
-    eval.batch_size questions at once. Every wave of rows counts with the longest completion; a decode step and a prompt
-    count with their seconds in a training step.
+    In an evaluation, each question of a set gets a greedy answer, then eval.samples others. A replica takes
+    eval.batch_size questions at once. Every wave of rows counts with the longest completion. A decode step and a prompt
+    take as many seconds as in a training step.
     """
     cfg = verdict.cfg
     times = verdict.times
@@ -66,12 +66,12 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
 
 
 def _times_due(every: int, steps: int) -> int:
-    """How often something is due every so many steps (0: never), and after the last one."""
+    """Return how often something is due that happens every ``every`` steps (0: never), and after the last step."""
     return -(-steps // (every or steps))
 
 
 def sentence(run: WholeRun, steps: int) -> str:
-    """`estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`, one line."""
+    """Return one line: `estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`."""
     hours = [three_digits(seconds / 3600) for seconds in (run.steps, run.evaluations)]
     return (
         f"estimated run: {three_digits(run.hours)} h = {steps} steps {hours[0]} h"

@@ -1,9 +1,9 @@
 """Whole LoRA tensors under Hugging Face names and the shards of this rank: conversions and comparisons.
 
-A checkpoint holds whole tensors, so any layout can load what any other layout saved. A whole factor is named after the
-fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows [q; k; v], or
+A checkpoint contains whole tensors, so any layout can load what any other layout saved. A whole factor is named after
+the fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows [q; k; v], or
 `model.layers.0.mlp.experts.gate_up_proj.A` (E, in, R). Optimizer moments have the shape of their factor and are
-converted in the same way. E experts, R rank.
+converted in the same way. E is the number of experts, R the rank.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,17 +22,17 @@ from weights import huggingface
 from weights.checkpoint import Checkpoint
 from weights.peft_adapters import Pair, Pairs
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type that holds its bits
-SUMMED = 2**22  # elements of which checksums are computed at a time: 32 MiB of whole numbers
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type for its bits
+SUMMED = 2**22  # elements whose checksums are computed at one time: 32 MiB of whole numbers
 
 
 def hf_name(name: str, arch: Architecture) -> str:
-    """decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A"""
+    """Convert a name: decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A."""
     return f"model.layers.{name.split('.')[2]}.{_module_of(name, arch).fused}.{name[-1]}"
 
 
 def _module_of(name: str, arch: Architecture) -> Module:
-    """The module that a factor adapts."""
+    """Return the module that a factor adapts."""
     weight = name.split(".", 3)[3][: -len(".A")].removesuffix(".lora") + ".weight"
     return next(module for module in every_module(arch) if module.megatron == weight)
 
@@ -49,11 +49,11 @@ def whole(
     parallel: Parallel,
     join_on_host: bool = False,
 ) -> Tensor:
-    """The whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
+    """Return the whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
 
     The result may be ``value`` itself. Shards are received in one tensor. For experts that tensor is the result; all
-    other shards are joined in a copy. With ``join_on_host`` the copy is made on the host, so the device holds one such
-    tensor beside its own shard.
+    other shards are joined in a copy. With ``join_on_host`` the copy is on the host, so the device has only one such
+    tensor in addition to its shard.
     """
     if factor.is_expert:
         return gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
@@ -78,9 +78,9 @@ def scatter(
     parallel: Parallel,
     ending: str = "",
 ) -> dict[str, Tensor]:
-    """The pieces of this rank, by factor name, of all ``wholes`` whose name has this ``ending``.
+    """Return this rank's pieces, by factor name, of all ``wholes`` whose name has this ``ending``.
 
-    Raises InputError when names or shapes are not those of these adapters.
+    Raises InputError if names or shapes are not those of these adapters.
     """
     factors = lora_megatron.factors(adapters)
     shapes = {hf_name(name, arch) + ending: whole_shape(factor, parallel) for name, factor in factors.items()}
@@ -90,21 +90,21 @@ def scatter(
         value = piece(name, factor, wholes[whole_name], arch, parallel)
         negative = ending == ".exp_avg_sq" and bool((value < 0).any())
         if not value.isfinite().all() or negative:
-            raise InputError(f"checkpoint: {whole_name} holds a number that is not finite, or a negative square")
+            raise InputError(f"checkpoint: {whole_name} has a number that is not finite, or a negative square")
         pieces[name] = value.contiguous()
     return pieces
 
 
 def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """InputError unless ``wholes`` has the names and shapes of ``shapes``, in fp32. It reads no values."""
+    """Raise InputError unless ``wholes`` has the names and shapes of ``shapes``, in fp32. This reads no values."""
     for name in sorted(shapes.keys() | wholes.keys()):
         if name not in wholes:
             fault = "is missing"
         elif name not in shapes:
-            fault = "is not what lora.targets trains in this model"
+            fault = "is not trained by lora.targets in this model"
         elif tuple(wholes[name].shape) != shapes[name] or wholes[name].dtype != torch.float32:
             fault = (
-                f"has shape {list(wholes[name].shape)} of {wholes[name].dtype}, the model needs {list(shapes[name])}"
+                f"has shape {list(wholes[name].shape)} of {wholes[name].dtype}; the model needs {list(shapes[name])}"
             )
         else:
             continue
@@ -113,13 +113,13 @@ def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 @torch.no_grad()
 def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy tensors of equal names, in place: torch counts it as a change (LoRAGroupedLinear.weight)."""
+    """Copy tensors of equal names in place. torch counts this as a change (LoRAGroupedLinear.weight)."""
     for name, tensor in into.items():
         tensor.copy_(values[name])
 
 
 def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
-    """What the rank of ``parallel`` holds of the whole tensor ``value``, the inverse of `whole`."""
+    """Return the part of the whole tensor ``value`` on the rank of ``parallel``: the inverse of `whole`."""
     if factor.is_expert:
         return value.chunk(parallel.expert)[parallel.expert_rank]
     if (dim := factor.shard_dim) is not None:
@@ -131,7 +131,7 @@ def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel
 
 
 def _block_sizes(name: str, factor_dim_size: int, arch: Architecture) -> list[int]:
-    """Sizes, in the whole tensor, of the fused blocks along the dimension that is split."""
+    """Return the sizes, in the whole tensor, of the fused blocks along the dimension that is split."""
     module = _module_of(name, arch)
     return [rows for rows, *_ in module.blocks.values()] if module.split == 0 else [factor_dim_size]
 
@@ -142,7 +142,7 @@ def _block_sizes(name: str, factor_dim_size: int, arch: Architecture) -> list[in
 class Adapted(NamedTuple):
     """A module with an A and a B in the checkpoint, and the weights of the base model that they change."""
 
-    layer: str  # model.layers.0.
+    layer: str  # for example model.layers.0.
     module: Module
     rank: int
 
@@ -155,14 +155,14 @@ class Adapted(NamedTuple):
         return self.module.kind == "experts"
 
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape: A (R, in), B (out, R); of routed experts A (E, in, R), B (E, R, out)."""
+        """Return name in the checkpoint -> shape: A (R, in), B (out, R); routed experts A (E, in, R), B (E, R, out)."""
         a, b = (self.rank, self.module.in_size), (self.module.out_size, self.rank)
         if self.is_expert:
             a, b = (self.module.copies, *a[::-1]), (self.module.copies, *b[::-1])
         return {f"{self.name}.A": a, f"{self.name}.B": b}
 
     def pairs(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name of a changed weight of the base model, its A (R, in), its B (out, R)); views, not copies."""
+        """Yield (name of a changed weight of the base model, its A (R, in), its B (out, R)): views, not copies."""
         a, b, blocks = factors[f"{self.name}.A"], factors[f"{self.name}.B"], self.module.blocks
         for expert in range(self.module.copies):
             a_of_it, b_of_it = (a[expert].t(), b[expert].t()) if self.is_expert else (a, b)
@@ -171,31 +171,34 @@ class Adapted(NamedTuple):
                 yield f"{self.layer}{block.format(expert)}.weight", a_of_it, rows_of_b
 
     def names(self, part: slice) -> list[str]:
-        """The weights of the base model that a part of the experts holds, one after another; [0:1] without experts."""
+        """Return the base model's weights in a part of the experts, one after another; [0:1] without experts."""
         numbers = range(self.module.copies)[part]
         return [f"{self.layer}{block.format(number)}.weight" for number in numbers for block in self.module.blocks]
 
 
 def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
-    """Every module of ``arch`` that ``lora`` trains, in the order of the layers."""
+    """Yield every module of ``arch`` that ``lora`` trains, in the order of the layers."""
     for layer, module in layers(arch):
         if module.target in lora.targets:
             yield Adapted(layer, module, lora.rank_of(module.kind == "experts"))
 
 
 def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
-    """The checkpoint's factors; InputError unless names, shapes and values are those of ``modules``."""
+    """Return the checkpoint's factors. Raises InputError unless names, shapes and values are those of ``modules``."""
     factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
     shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
     refuse_unfit(factors, shapes, where)
     for name, factor in factors.items():
         if not factor.isfinite().all():
-            raise InputError(f"{where}: {name} holds values that are not finite")
+            raise InputError(f"{where}: {name} has values that are not finite")
     return factors
 
 
 def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
-    """PEFT adapts q, k, v, gate and up separately, so each gets our shared A and its own rows of B."""
+    """Return the pairs for PEFT, which adapts q, k, v, gate and up separately.
+
+    Each of them gets our shared A and its rows of B.
+    """
     return {
         name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)
         for adapted in modules
@@ -207,7 +210,7 @@ def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: floa
 
 
 def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Two sums of each tensor's bits, the second one weighted by the position; equal on all types of device.
+    """Return two sums of each tensor's bits, the second one weighted by the position; equal on all types of device.
 
     They are computed where the tensor is, in whole numbers modulo 2^64. The host waits for the device once.
     """

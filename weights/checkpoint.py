@@ -4,7 +4,8 @@ run_dir/checkpoints/step-000020/          "20 steps are done"
     adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
     adapter-behind-1.safetensors                   with rollout.staleness: the factors of a step before, and so on
     state.json  checksums.json                     {step, config, state}; sha256 of every other file
-A checkpoint appears whole or not at all, even if the process is killed, and is used only if its checksums are right.
+
+A checkpoint appears whole or not at all, even if the process is killed. It is used only if its checksums are right.
 """
 
 import json
@@ -52,13 +53,13 @@ class Checkpoint:
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the folders that may be checkpoints, the newest first."""
+    """Return (step, path) of the folders that may be checkpoints, the newest first."""
     named = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
     return sorted(((int(path.name[5:]), path) for path in named), reverse=True)
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder. It is renamed first, so after a kill half-way the next save recognises and removes the rest."""
+    """Remove a folder. It is renamed first, so that after a kill the next save recognises and removes the rest."""
     path = path.rename(aside(path))
     shutil.rmtree(path)
 
@@ -74,17 +75,17 @@ def save(
 ) -> Path:
     """Write the checkpoint of ``step`` finished steps, keep the newest ``keep_last``, and return its folder.
 
-    ``config``: inputs.config.to_dict of the run. One process calls it, with all tensors on the host, each contiguous
-    and in memory of its own. The run's .jsonl files are forced to the disk before, because a resume needs their lines
-    up to this step. Checkpoints of this step and of later ones are removed: they were made before the run was rewound
-    to an earlier checkpoint. Raises InputError when the disk is full or cannot be written; the checkpoints of earlier
-    steps then stay as they were. They also stay if ``check`` raises: it gets what the files hold, before their folder
-    has its name.
+    ``config`` is inputs.config.to_dict of the run. One process makes the call, with all tensors on the host, each
+    contiguous and in separate memory. The run's .jsonl files are forced to the disk before, because a resume needs
+    their lines up to this step.
+    Checkpoints of this step and of later ones are removed: they were made before the run was rewound to an earlier
+    checkpoint. Raises InputError if the disk is full or cannot be written; the checkpoints of earlier steps then stay
+    as they were. They also stay if ``check`` raises. It gets the content of the files before their folder has its name.
     """
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
     with disk_errors(target):
-        for path in folder.glob(aside(folder / "*").name):  # of a process that was killed
+        for path in folder.glob(aside(folder / "*").name):  # left by a process that was killed
             shutil.rmtree(path)
         for path in Path(run_dir).glob("*.jsonl"):
             fsync_path(path)
@@ -97,29 +98,29 @@ def save(
         (filling / "state.json").write_text(json.dumps(about, indent=1) + "\n")
         checksums = {path.name: sha256_file(path) for path in sorted(filling.iterdir())}
         (filling / "checksums.json").write_text(json.dumps(checksums, indent=1) + "\n")
-        check(load(filling, verified=True))  # mapped: only what is compared is read, and it is not allocated
+        check(load(filling, verified=True))  # mapped: only what is compared is read, and nothing is allocated
     _remove_old(folder, step, keep_last)
     return target
 
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
-    """Remove the checkpoints but the newest ``keep_last`` up to ``step``."""
+    """Remove all checkpoints but the newest ``keep_last`` up to ``step``."""
     kept = [path for number, path in _folders(folder) if number <= step]
     for _, path in _folders(folder):
         if path not in kept[:keep_last]:
             try:
                 _discard(path)
             except OSError as error:
-                print(f"warning: {path}: an old checkpoint that cannot be removed: {error.strerror}", flush=True)
+                print(f"warning: {path}: this old checkpoint cannot be removed: {error.strerror}", flush=True)
 
 
 def verify(path: Path, only: str | None = None) -> None:
-    """Raises InputError that names the first file that is missing or has another checksum than at the save.
+    """Raise InputError with the name of the first file that is missing or has another checksum than at the save.
 
     With ``only``, the files of other kinds of tensors are not read.
     """
     if not path.is_dir():
-        raise InputError(f"{path}: no such checkpoint")
+        raise InputError(f"{path}: no such checkpoint; give the folder of one")
     checksums = read_object(path / "checksums.json")
     present = {file.name for file in path.iterdir()} - {"checksums.json"}
     for name in sorted(present | checksums.keys() | {"state.json"}):
@@ -130,23 +131,23 @@ def verify(path: Path, only: str | None = None) -> None:
         if only and name.endswith(".safetensors") and name != f"{only}.safetensors":
             continue
         if sha256_file(path / name) != checksums[name]:
-            raise InputError(f"{path / name}: corrupted: its sha256 is not the one it was saved with")
+            raise InputError(f"{path / name}: corrupted: its sha256 differs from the saved one")
 
 
 def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpoint:
-    """The checkpoint in the folder ``path``; raises InputError that names the file if it is incomplete or corrupted.
+    """Return the checkpoint in the folder ``path``. Raises InputError with the file if it is incomplete or corrupted.
 
-    ``verified``: verify() has been called already; it takes 15 s for 14 GiB. ``only``: the one kind of tensor that is
-    wanted, for example adapter.
+    If ``verified`` is true, verify() has been called already; it takes 15 s for 14 GiB. ``only`` is the one kind of
+    tensor that is wanted, for example adapter.
     """
     if not verified:
         verify(path, only)
     about = read_object(path / "state.json", ("step", "config", "state"))
     kinds = {"step": int, "config": dict, "state": dict}
     if odd := [key for key, kind in kinds.items() if type(about[key]) is not kind]:
-        raise InputError(f"{path / 'state.json'}: {odd[0]}: found {shown(about[odd[0]])}; needed: what a run saves")
+        raise InputError(f"{path / 'state.json'}: {odd[0]} is {shown(about[odd[0]])}, which no run saves")
     if NAME.fullmatch(path.name) and int(path.name[5:]) != about["step"]:
-        raise InputError(f"{path / 'state.json'}: step {about['step']} in a folder of step {int(path.name[5:])}")
+        raise InputError(f"{path / 'state.json'}: says step {about['step']} in a folder of step {int(path.name[5:])}")
     if wrong := mismatch(about["step"], about["config"], about["state"]):
         raise InputError(f"{path / 'state.json'}: {wrong}")
     tensors = {file.stem: read_tensors(file) for file in sorted(path.glob(f"{only or '*'}.safetensors"))}
@@ -156,7 +157,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
 
 
 def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
-    """What is wrong with the steps and the optimizer steps of a checkpoint under its configuration; "" if they fit."""
+    """Return what is wrong with a checkpoint's steps and optimizer steps under its configuration, or "" if they fit."""
     named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
     most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))
     expected = step * (prompts // max(1, update))
@@ -164,13 +165,13 @@ def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
     if 0 <= step <= most and optimizer_steps == expected:
         return ""
     return (
-        f"found step {step}, optimizer_steps {shown(optimizer_steps)}; needed: at most train.steps {most} steps of "
-        f"{prompts} // {update} optimizer steps, {expected} in all"
+        f"step {step} and optimizer_steps {shown(optimizer_steps)} do not fit: a run has at most train.steps {most} "
+        f"steps of {prompts} // {update} optimizer steps, here {expected} in all"
     )
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
-    """The newest checkpoint of the run with right checksums. ``say`` is told which ones were skipped, and why."""
+    """Return the newest checkpoint of the run with right checksums. ``say`` gets a line for each skipped one."""
     for _, path in _folders(Path(run_dir) / "checkpoints"):
         try:
             verify(path, only)
@@ -182,21 +183,21 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
 
 
 def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
-    """Raises InputError that lists the keys of ``config`` that differ from the checkpoint's, but must not."""
+    """Raise InputError with the keys of ``config`` that differ from the checkpoint's, but must not."""
     if refused := changes_at_resume(checkpoint.config, config)[0]:
         raise InputError(
-            f"{checkpoint.path}: changed since: {'; '.join(refused[:10])}; needed: the old values to "
-            f"continue it (train.resume={checkpoint.run_dir}), or train.resume=never or another name to begin anew"
+            f"{checkpoint.path}: saved with other values: {'; '.join(refused[:10])}; restore them to continue this run "
+            f"(train.resume={checkpoint.run_dir}), or start a new one with train.resume=never or another name"
         )
 
 
 def runs_of(name: str, out_dir: Path) -> list[Path]:
-    """The folders in ``out_dir`` of the runs of this name, the newest first."""
+    """Return the folders in ``out_dir`` of the runs of this name, the newest first."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = []
     for path in out_dir.iterdir() if out_dir.is_dir() else []:
         match = pattern.fullmatch(path.name)
-        # A process that was killed while it made its folder has left no run.json, and nothing to resume.
+        # A process that was killed while it made its folder leaves no run.json, and nothing to resume.
         if match and (path / "run.json").exists():
             runs.append((match[1], int(match[2] or 1), path))
     return [path for *_, path in sorted(runs, reverse=True)]
@@ -205,15 +206,15 @@ def runs_of(name: str, out_dir: Path) -> list[Path]:
 def find_resumable(
     runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """The checkpoint that train.resume=auto resumes from: the newest one of the newest suitable run; None without one.
+    """Return the checkpoint from which train.resume=auto resumes: the newest of the newest suitable run, or None.
 
-    ``runs``: all runs of this name, the newest first. ``config``: to_dict of the new start. A suitable run has a
-    configuration with which a resume may go on, is not finished, has a checkpoint with right checksums, and is not
-    being written by a live process. Without one, the newest other run that has a checkpoint and is not finished
-    decides: InputError names what has changed since. If a newer run is finished, ``say`` is told instead, and a new run
+    ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run has a
+    configuration with which it may be resumed, is not finished, has a checkpoint with right checksums, and no live
+    process is writing it. If there is none, the newest other run that has a checkpoint and is not finished decides:
+    InputError names what has changed since. If a newer run is finished, ``say`` gets this text instead, and a new run
     begins.
     """
-    changed = None  # the checkpoint of the newest run that has one, and another configuration
+    changed = None  # the checkpoint of the newest run that has one but another configuration
     newer_is_finished = False
     for run_dir in runs:
         if (run_dir / "finished.json").exists():
@@ -228,22 +229,25 @@ def find_resumable(
     if not newer_is_finished:
         check_resume(changed, config)  # raises InputError
     changes = changes_at_resume(changed.config, config)[0]
-    say(f"note: {changed.run_dir}: not finished, and left: {'; '.join(changes[:10])}")
+    say(f"note: {changed.run_dir}: not finished, and not continued because of changes: {'; '.join(changes[:10])}")
     return None
 
 
 def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
-    """`latest` of a run that no live process writes. InputError if one writes a run with this very ``config``."""
+    """Return `latest` of a run that no live process is writing.
+
+    Raises InputError if a process is writing a run with exactly this ``config``.
+    """
     try:
         with lock_run(run_dir):
             return latest(run_dir, say)
     except BlockingIOError:
         if not changed_keys(read_file(of_last_start(run_dir, "config.yaml")), config):
             raise InputError(
-                f"{run_dir}: a live process writes this run (ranks can outlive a torchrun that was killed); "
-                "needed: end it, wait for it, or train.resume=never to begin another run beside it"
+                f"{run_dir}: a live process is writing this run (ranks can outlive a torchrun that was killed); "
+                "end it, wait for it, or start another run with train.resume=never"
             ) from None
-        say(f"{run_dir}: not resumed: a live process writes it")
+        say(f"{run_dir}: not resumed: a live process is writing it")
     except OSError as error:
-        say(f"{run_dir}: not resumed: {error.strerror}; if no process writes it: train.resume={run_dir}")
+        say(f"{run_dir}: not resumed: {error.strerror}; if no process is writing it, set train.resume={run_dir}")
     return None

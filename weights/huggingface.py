@@ -1,4 +1,4 @@
-"""Hugging Face safetensors <-> the Megatron shards of this rank, streamed in both directions, with LoRA merged or not.
+"""Converts Hugging Face safetensors to the Megatron shards of this rank and back, as a stream, with LoRA merged or not.
 
 A Megatron weight consists of one or more Hugging Face tensors ("blocks": q, k, v or gate, up). Each block is split over
 the tensor ranks, and the shares are joined. A `WeightShard` describes one weight, or a stack of experts' weights, and
@@ -25,7 +25,7 @@ from model.megatron_model import GroupedLinear
 from parallel_setup import Parallel, gather
 
 ADAPTER_ENDINGS = (".safetensors", ".bin", ".json")
-DTYPES = ("float32", "bfloat16", "float16")  # of model files
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of model files
 MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts are gathered together to save latency
 
 
@@ -33,13 +33,13 @@ MESSAGE = 2**24  # maximum number of elements in one all-gather: small experts a
 class WeightShard:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
-    stored: Tensor | Packed  # the shard of this rank; of routed experts a stack
-    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; of a stack expert by expert
-    shard_dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each holds all
+    stored: Tensor | Packed  # the shard of this rank; for routed experts a stack
+    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; in a stack expert by expert
+    shard_dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each has all
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     experts: slice | None = None  # local numbers of routed experts
     adapter: Adapter | None = None  # the LoRA module, once attached
-    kind: str = ""  # of the module; empty for embedding, final norm and head
+    kind: str = ""  # kind of the module; empty for embedding, final norm and head
 
     @property
     def is_expert(self) -> bool:
@@ -47,24 +47,24 @@ class WeightShard:
 
     @property
     def weight(self) -> Tensor:
-        """The shard; of routed experts (e, in, out). Of int4 experts, what their codes stand for."""
+        """The shard; for routed experts (e, in, out). For int4 experts, the weights that their codes represent."""
         return self.stored if isinstance(self.stored, Tensor) else self.stored.dequantised().mT
 
     def rows(self, every: int) -> Tensor:
-        """Every so many-th row of `weight`. Of int4 experts, no others are dequantised."""
+        """Return every n-th row of `weight`, with n = ``every``. For int4 experts, only these rows are dequantised."""
         if isinstance(self.stored, Tensor):
             return self.stored[..., ::every, :]
         return self.stored.inputs(every).mT
 
     def held(self) -> dict[str, Tensor]:
-        """The shard, or its codes and scales by an ending of its name."""
+        """Return the shard, or its codes and scales by an ending of its name."""
         if isinstance(self.stored, Tensor):
             return {"": self.stored}
         return {" (codes)": self.stored.codes, " (scales)": self.stored.scales}
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
-        """The names of the blocks of each matrix: of the one, or of each expert."""
+        """The names of the blocks of the matrix, or of each expert's matrix."""
         size = len(self.names) // (1 if self.experts is None else self.experts.stop - self.experts.start)
         return [self.names[first : first + size] for first in range(0, len(self.names), size)]
 
@@ -73,13 +73,13 @@ class WeightShard:
 
 
 def own_experts(arch: Architecture, parallel: Parallel) -> range:
-    """The numbers of this rank's experts, the same in every layer."""
+    """Return the numbers of this rank's experts, which are the same in every layer."""
     local = arch.num_experts // parallel.expert
     return range(parallel.expert_rank * local, (parallel.expert_rank + 1) * local)
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
-    """Every weight of this rank in the order of the layers. The number and the order are the same on every rank."""
+    """Yield every weight of this rank in the order of the layers. Number and order are the same on every rank."""
     experts = own_experts(arch, parallel)
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
@@ -116,21 +116,24 @@ def _base_weights(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
 def _expert_slots(
     stored: Tensor | Packed, names: tuple[str, ...], module: Module, experts: range, adapter: Adapter | None
 ) -> Iterator[WeightShard]:
-    """Yield the stacks of a layer's routed experts, as LoRA multiplies them; ``names`` have a place for the number."""
+    """Yield the stacks of a layer's routed experts, as LoRA multiplies them; {} in ``names`` becomes the number."""
     for part in merged_parts(stored.shape):
         own = tuple(name.format(number) for number in experts[part] for name in names)
         yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
 
 
 def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
-    """[all q; all k; all v] -> per key/value group [its q heads; k; v], Megatron's order.  (rows, ...) -> same shape"""
+    """Convert [all q; all k; all v] to Megatron's order: for each key/value group [its q heads; k; v].
+
+    (rows, ...) -> same shape
+    """
     q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
     blocks = rows.split([groups * q_size, groups * d, groups * d])
     return torch.cat([block.view(groups, -1, *rows.shape[1:]) for block in blocks], dim=1).view(rows.shape)
 
 
 def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
-    """The inverse of interleave_qkv."""
+    """Undo interleave_qkv."""
     q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
     by_group = rows.view(groups, q_size + 2 * d, *rows.shape[1:]).split([q_size, d, d], dim=1)
     return torch.cat([block.reshape(-1, *rows.shape[1:]) for block in by_group])
@@ -148,7 +151,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
     for path in _weight_files(Path(model_dir)):
         of_this_file = read_tensors(path)
         if twice := of_this_file.keys() & stored.keys():
-            raise InputError(f"{path}: {min(twice)} is also in another file of this directory")
+            raise InputError(f"{path}: {min(twice)} is also in another file of this directory; keep one of them")
         stored |= of_this_file
     stored = by_expert(stored)
     if problems := _misfits(stored, tensor_shapes(arch)):
@@ -166,14 +169,14 @@ def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) ->
     for name in (name for name in expected if name in stored):
         shape, dtype = stored[name].shape, str(stored[name].dtype).removeprefix("torch.")
         if shape != expected[name]:
-            problems.append(f"{name} has shape {list(shape)}, config.json needs {list(expected[name])}")
+            problems.append(f"{name} has shape {list(shape)}, but config.json needs {list(expected[name])}")
         elif dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
     return problems
 
 
 def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with routed experts one by one, where a file holds those of a layer in one, as transformers 5 does.
+    """Return the tensors with routed experts one by one. transformers 5 stores those of a layer in one tensor.
 
     gate_up_proj (E, 2 w, h) has the rows of an expert's gate before those of its up; down_proj is (E, h, w).
     """
@@ -188,18 +191,18 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
             for block, rows in zip(blocks, matrix.tensor_split(len(blocks)), strict=True):
                 split[f"{layer}.mlp.experts.{expert}.{block}.weight"] = rows
     if twice := single.keys() & split.keys():
-        raise InputError(f"model.path: {min(twice)} is there alone, and in the tensor of all experts; needed: one")
+        raise InputError(f"model.path: {min(twice)} is stored alone and in the tensor of all experts; keep one of them")
     return single | split
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    """Return the files of the weights. InputError for an adapter or other weights beside them: which ones are meant?"""
+    """Return the files of the weights. Raises InputError for an adapter or other weights next to them."""
     if adapters := sorted(path.name for path in model_dir.glob("adapter_*") if path.suffix in ADAPTER_ENDINGS):
-        raise InputError(f"{model_dir}: {adapters[0]}: holds a LoRA adapter beside the weights; merge it or remove it")
+        raise InputError(f"{model_dir}: {adapters[0]}: is a LoRA adapter next to the weights; merge it or remove it")
     index = model_dir / "model.safetensors.index.json"
     there = {path.name for path in model_dir.glob("*.safetensors")}
     if not there:
-        raise InputError(f"model.path: no *.safetensors in {model_dir}; pickled files (*.bin) are never opened")
+        raise InputError(f"model.path: no *.safetensors in {model_dir}; convert the weights (*.bin is never opened)")
     if index.exists():
         try:
             named = set(read_object(index, ("weight_map",))["weight_map"].values())
@@ -209,7 +212,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
             raise InputError(f"{index}: names {min(map(str, missing))}, which is not in {model_dir}")
         if others := sorted(there - named):
             raise InputError(
-                f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; needed: one set"
+                f"{model_dir}: {first_three(others)}: not in {index.name}, so these are other weights; keep one set"
             )
     return [model_dir / name for name in sorted(there)]
 
@@ -220,7 +223,7 @@ def unread_weights(model_dir: Path) -> list[str]:
 
 
 def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
-    """Build this rank's shards of Megatron's model, and read its weights. Raises InputError, see read_model."""
+    """Build this rank's shards of Megatron's model, and read its weights. Raises InputError as read_model does."""
     model = megatron_model.build_for(cfg, arch, parallel)
     load(model, arch, parallel, cfg.path)
     return model
@@ -228,9 +231,9 @@ def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torc
 
 @torch.no_grad()
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
-    """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it holds.
+    """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it needs.
 
-    Raises InputError that names a missing, surplus, misshapen, unreadable or non-finite tensor.
+    Raises InputError with the name of a missing, surplus, misshapen, unreadable or non-finite tensor.
     """
     from tqdm import tqdm
 
@@ -246,7 +249,7 @@ def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_d
         value = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(stored.dtype)
         if not (value.sum().isfinite() or value.isfinite().all()):  # a sum takes a tenth of the time
             dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{model_dir}: {' or '.join(names)} holds values that are not finite in {dtype}")
+            raise InputError(f"{model_dir}: {' or '.join(names)} has values that are not finite in {dtype}")
         if isinstance(stored, Packed):
             packed = quantise(value.to(stored.codes.device))
             stored.copy_(packed.checked(f"{model_dir}: {' or '.join(names)}"))
@@ -269,13 +272,14 @@ def export(
     merge: bool = True,
     experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
+    """Yield every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
     A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
     Collective: every rank must consume the whole stream, and gets the same tensors. As many experts of every rank as
-    MESSAGE allows are gathered at a time, or one. With ``only``, the stream has the tensors that training changes and
-    these names, together with the tensors that an engine fuses with them; without ``experts`` none of the routed
-    experts is among them. Do not write into a tensor: it may be the model's own memory.
+    MESSAGE allows are gathered at a time, but at least one.
+    With ``only``, the stream has the tensors that training changes, the tensors with these names, and the tensors that
+    an engine fuses with them. Without ``experts``, the routed experts are left out. Do not write into a tensor, because
+    it may be the model's memory.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
@@ -300,7 +304,7 @@ def export(
 def changing(
     todo: list[WeightShard], only: Collection[str], adapted: bool = True, experts: bool = True
 ) -> list[WeightShard]:
-    """Slots with a tensor of ``only`` or (if ``adapted``) with LoRA, and the slots that an engine fuses with them.
+    """Return the slots with a tensor of ``only`` or (if ``adapted``) LoRA, and those that an engine fuses with them.
 
     Without ``experts``, the routed experts are left out.
     """
@@ -314,16 +318,16 @@ def changing(
 
 
 def merged(slot: WeightShard) -> Tensor:
-    """The shard of W + (alpha / R) B A on this rank, in fp32 from the untouched base, cast once; W without LoRA."""
+    """Return this rank's shard of W + (alpha / R) B A, in fp32 from the untouched base, cast once; W without LoRA."""
     if slot.adapter is None:
         return slot.weight
     return slot.adapter.merged(slot.weight, slot.experts)
 
 
 def fused_group(name: str) -> str:
-    """The fused module of an engine that holds the Hugging Face tensor ``name``. Its tensors can only change together.
+    """Return the fused module of an engine for the Hugging Face tensor ``name``. Its tensors can only change together.
 
-    Fused are: q, k, v and their biases; gate and up; all three matrices of all experts of a layer.
+    These are fused: q, k, v and their biases; gate and up; all three matrices of all experts of a layer.
     """
     name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
     name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
@@ -333,7 +337,7 @@ def fused_group(name: str) -> str:
 def _whole(
     slot: WeightShard, value: Tensor, names: tuple[str, ...], arch: Architecture, parallel: Parallel
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole blocks of the slot, from the joined shares ``value`` that this rank has of them. Collective."""
+    """Yield the whole blocks of the slot, from this rank's joined shares ``value``. Collective."""
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)
     by_rank = gather(value, parallel.tensor if slot.shard_dim is not None else 1, parallel.tensor_group)
@@ -349,7 +353,7 @@ def _whole(
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file that those may read who may list its folder; safetensors lets only its owner read it."""
+    """Write a safetensors file for all who may list its folder. safetensors itself lets only the owner read it."""
     import safetensors.torch
 
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})

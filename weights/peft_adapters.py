@@ -1,10 +1,10 @@
-"""PEFT's adapters, as pairs of factors by the base model's matrices: written and read in the forms that PEFT has.
+"""Reads and writes PEFT's adapters, in all forms that PEFT has, as pairs of factors by the base model's matrices.
 
-full    a pair a matrix, an expert's too, all named in target_modules
+full    a pair for each matrix, also of an expert, all named in target_modules
 leaf    the same, with last names in target_modules (q_proj): what PEFT writes with transformers 4 and servers read
 stack   the routed experts of a layer as two 3-D parameters (target_parameters): what PEFT needs with transformers 5
 
-E experts, R rank of a pair.
+E is the number of experts, R the rank of a pair.
 """
 
 import json
@@ -28,7 +28,7 @@ PREFIX, FILE, SETTINGS = "base_model.model.", "adapter_model.safetensors", "adap
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 FACTOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight")
 STACK = re.compile(r"\.mlp\.experts(\.base_layer)?$")
-# What an adapter may also change, and here does not: key -> the values that change nothing.
+# Changes that an adapter may also make, and here must not: key -> the values that change nothing.
 PLAIN: dict[str, tuple] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -43,14 +43,14 @@ PLAIN: dict[str, tuple] = {
 
 
 class Pair(NamedTuple):
-    """The update of a matrix (out, in) is scale x B A."""
+    """The factors of a matrix (out, in), whose update is scale x B A."""
 
     a: Tensor  # (R, in)
     b: Tensor  # (out, R)
     scale: float
 
 
-Pairs = dict[str, Pair]  # by the matrix of the base model, without .weight: model.layers.0.self_attn.q_proj
+Pairs = dict[str, Pair]  # by the base model's matrix, without .weight: model.layers.0.self_attn.q_proj
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -70,7 +70,7 @@ def save(folder: Path, named: dict[str, Tensor], settings: dict[str, Any]) -> No
 
 
 def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
-    """The factors with the names and shapes of PEFT.
+    """Return the factors with the names and shapes of PEFT.
 
     In a stack, the factors of all experts are one 2-D pair: lora_A (E R, in) with R fastest, lora_B (out, R E) with E
     fastest. Gate and up share one A there.
@@ -93,7 +93,7 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
 
 
 def _leaves(fused: str) -> tuple[str, ...]:
-    """Return the matrices of an expert that one parameter holds."""
+    """Return the matrices of an expert that one parameter contains."""
     return ("gate", "up") if fused == "gate_up_proj" else ("down",)
 
 
@@ -113,7 +113,7 @@ def _joined(
 
 
 def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
-    """(model.layers.0.mlp.experts, gate_up_proj or down_proj) -> (expert, gate or up or down) -> its pair"""
+    """Return (model.layers.0.mlp.experts, gate_up_proj or down_proj) -> (expert, gate or up or down) -> its pair."""
     found: dict[tuple[str, str], dict[tuple[int, str], Pair]] = {}
     for name, pair in pairs.items():
         if match := EXPERT.fullmatch(name):
@@ -124,9 +124,9 @@ def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
 
 
 def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> dict[str, Any]:
-    """PEFT's adapter_config.json. lora_dropout is 0, as in training.
+    """Return PEFT's adapter_config.json. lora_dropout is 0, as in training.
 
-    In a stack, all layers of the MLP are targeted as parameters: in Qwen MoE models PEFT with transformers 5 takes a
+    In a stack, all layers of the MLP are targeted as parameters. In Qwen MoE models, PEFT with transformers 5 takes a
     target module called gate_proj, up_proj, down_proj or gate for the routed experts and the router of older
     checkpoints.
     """
@@ -153,7 +153,7 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
 def _ranks(pairs: Pairs, arch: Architecture, form: Form) -> tuple[int, dict[str, int]]:
     """Return r, which is that of the routed experts if they are adapted, and the rank_pattern of everything else.
 
-    It has one pattern, because PEFT warns of each pattern that matches no module.
+    There is one pattern, because PEFT warns about each pattern that matches no module.
     """
     (rank,) = {len(pair.a) for name, pair in pairs.items() if not EXPERT.fullmatch(name)} or {0}
     (expert_rank,) = {len(pair.a) for name, pair in pairs.items() if EXPERT.fullmatch(name)} or {rank}
@@ -174,7 +174,7 @@ def _targets(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], l
 
 
 def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
-    """Return the modules and the parameters that are no routed experts, without their layer."""
+    """Return the modules and the parameters that are not routed experts, without their layer."""
     names = _without_layer([name for name in pairs if not EXPERT.fullmatch(name)], arch)
     if form != "stack":
         return names, []
@@ -182,7 +182,7 @@ def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[
 
 
 def _without_layer(names: list[str], arch: Architecture) -> list[str]:
-    """The names, but one without `model.layers.N.` for a matrix that is adapted in every layer that has it."""
+    """Return the names, without `model.layers.N.` for a matrix that is adapted in every layer that has it."""
     short = {name: name.split(".", 3)[3] for name in names}
     stacked = {name[: match.start(2) - 1] for name in tensor_shapes(arch) if (match := EXPERT.match(name))}
     every = [name.removesuffix(".weight") for name in tensor_shapes(arch) if name.startswith("model.layers.")]
@@ -195,11 +195,11 @@ def _without_layer(names: list[str], arch: Architecture) -> list[str]:
 
 
 def _pattern(text: str) -> re.Pattern:
-    """Return the pattern as PEFT compares it with a module's name; ValueError unless it is a regular expression."""
+    """Return the pattern as PEFT compares it with a module's name. Raises ValueError if it is no regular expression."""
     try:
         return re.compile(rf"(.*\.)?({text})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"no regular expression ({error})") from None
+        raise ValueError(f"not a regular expression ({error})") from None
 
 
 Pattern = Annotated[re.Pattern, BeforeValidator(_pattern)]
@@ -208,7 +208,7 @@ Alpha = Annotated[float, Field(gt=0, le=2**24)]
 
 
 class Settings(BaseModel):
-    """The keys of adapter_config.json by which programs find and scale the factors; those of PLAIN are apart."""
+    """The keys of adapter_config.json by which programs find and scale the factors. PLAIN has the other keys."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -229,19 +229,19 @@ class Settings(BaseModel):
 
 
 def read_settings(folder: Path) -> Settings:
-    """Return what the adapter_config.json in ``folder`` says; InputError for what is no LoRA, or is no such value."""
+    """Return what adapter_config.json in ``folder`` says. Raises InputError if it is not LoRA, or a value is wrong."""
     path = folder / SETTINGS
     content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
         if content.get(key, plain[0]) not in plain:
-            raise InputError(f"{path}: {key} is {content[key]!r}; needed: {plain[0]!r}")
+            raise InputError(f"{path}: {key} is {content[key]!r}; give an adapter in which it is {plain[0]!r}")
     return validated(Settings, content, path)
 
 
 def read(folder: Path, arch: Architecture) -> Pairs:
-    """Return the pairs of a PEFT adapter for a base model of ``arch``, of any form.
+    """Return the pairs of a PEFT adapter for a base model of ``arch``, in any form.
 
-    InputError for what is no LoRA, changes more than matrices of the layers, contradicts itself, or does not fit.
+    Raises InputError if it is not LoRA, changes more than matrices of the layers, contradicts itself, or does not fit.
     """
     settings, path, expected = read_settings(folder), folder / FILE, tensor_shapes(arch)
     pairs: Pairs = {}
@@ -253,42 +253,42 @@ def read(folder: Path, arch: Architecture) -> Pairs:
                     f"{path}: {name} is adapted as {shape}; the base model has {needed or 'no such matrix'}"
                 )
             if name in pairs:
-                raise InputError(f"{path}: {name} is adapted twice; needed: one pair for each matrix")
+                raise InputError(f"{path}: {name} is adapted twice; keep one pair for each matrix")
             pairs[name] = pair
     if not any(pair.b.any() for pair in pairs.values()):
-        raise InputError(f"{path}: every B is 0, or there is none; needed: an adapter that has been trained")
+        raise InputError(f"{path}: every B is 0, or there is none; give an adapter that has been trained")
     return pairs
 
 
 def _factors(path: Path) -> dict[str, list[Tensor]]:
-    """Return [A, B] of every module in fp32; InputError unless each has both, of finite numbers."""
+    """Return [A, B] of every module in fp32. Raises InputError unless each has both, with finite numbers."""
     found: dict[str, list[Tensor]] = {}
     for name, factor in sorted(read_tensors(path).items()):
         match = FACTOR.fullmatch(name)
         if not match:
-            raise InputError(f"{path}: {name} is no LoRA factor; needed: {PREFIX}MODULE.lora_A.weight or .lora_B")
+            raise InputError(f"{path}: {name} is no LoRA factor; name it {PREFIX}MODULE.lora_A.weight or .lora_B")
         if not (factor.is_floating_point() and factor.float().isfinite().all()):
-            raise InputError(f"{path}: {name}: found {factor.dtype} values that are not all finite real numbers")
+            raise InputError(f"{path}: {name} has {factor.dtype} values that are not all finite real numbers")
         found.setdefault(match[1], []).append(factor.float())
     if alone := [module for module, factors in found.items() if len(factors) == 1]:
-        raise InputError(f"{path}: {alone[0]}: lora_A or lora_B is there without its other factor")
+        raise InputError(f"{path}: {alone[0]} has only one of lora_A and lora_B; give both factors")
     return found
 
 
 def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
-    """Return the pair of a module, or those of all experts of a layer. InputError unless they fit the settings.
+    """Return the pair of a module, or those of all experts of a layer. Raises InputError unless they fit the settings.
 
-    ``where``: the file and the module, for the message.
+    ``where`` is the file and the module, for the message.
     """
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     copies = arch.num_experts if is_stack else 1
     if (a.dim(), b.dim()) != (2, 2) or len(a) != b.shape[1] or len(a) % copies:
-        raise InputError(f"{where}: lora_A is {tuple(a.shape)}, and lora_B {tuple(b.shape)}; needed: a pair")
+        raise InputError(f"{where}: lora_A is {tuple(a.shape)} and lora_B {tuple(b.shape)}; give two that form a pair")
     is_down = (len(b), a.shape[1]) == (arch.hidden_size, arch.expert_ffn_size)
     fused = "down_proj" if is_down else "gate_up_proj"
     name, rank = f"{block}.{fused}" if is_stack else module, len(a) // copies
     if rank != (needed := _of_pattern(settings.rank_pattern, name, settings.r)):
-        raise InputError(f"{where}: its factors have the rank {rank}; {SETTINGS} says {needed}")
+        raise InputError(f"{where}: its factors have rank {rank}, but {SETTINGS} says {needed}")
     alpha = _of_pattern(settings.alpha_pattern, name, settings.lora_alpha)
     scale = alpha / (rank**0.5 if settings.use_rslora else rank)
     if not is_stack:
@@ -303,7 +303,7 @@ def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings
 
 
 def _of_pattern(patterns: dict[re.Pattern, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that a module, or its parameter weight, has; or else ``default``."""
+    """Return the value of the first pattern that matches a module, or its parameter weight; otherwise ``default``."""
     for pattern, value in (patterns or {}).items():
         if pattern.match(module) or pattern.match(f"{module}.weight"):
             return value

@@ -1,7 +1,7 @@
-"""The policy under training on this rank: the frozen model, its LoRA adapters, and what the other parts ask of them.
+"""The policy under training on this rank: the frozen model, its LoRA adapters, and the operations that others need.
 
-The learner changes the factors, the push hands the policy to the sampler, and a checkpoint holds its whole factors.
-Frozen weights never change. b rows, T tokens of a row, R rank.
+The learner changes the factors, the push passes the policy to the sampler, and a checkpoint contains its whole factors.
+Frozen weights never change. b is the number of rows, T of tokens per row, and R the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece
 
 
 class Policy:
-    """The model with its adapters. Every rank makes the same calls: most of them are collective."""
+    """The model with its adapters. Every rank makes the same calls, because most of them are collective."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ its log-probs
 
     def logprobs(self, micro: MicroBatch) -> TokenStats:
-        """The log-prob and the entropy of each token of ``micro``, at rollout.temperature.  (b, T) each"""
+        """Return the log-prob and the entropy of each token of ``micro``, at rollout.temperature.  (b, T) each"""
         stats = megatron_model.token_logprobs(
             self.model, micro.tokens, micro.mask, self.parallel, self.cfg.rollout.temperature, micro.packing
         )
@@ -67,12 +67,12 @@ class Policy:
         return stats
 
     def reference(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the adapters are off, so that the model is the one before training."""
+        """Switch the adapters off in this block, so that the model is the one from before training."""
         return lora_megatron.disabled(self.adapters)
 
     @contextlib.contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which the factors have other ``values``."""
+        """Give the factors other ``values`` in this block."""
         own = self.copied_factors()
         adapter_weights.copy_(self.factors, values)
         try:
@@ -86,7 +86,7 @@ class Policy:
         return {name: factor.detach().clone() for name, factor in self.factors.items()}
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole factor by its name in a checkpoint.
+        """Yield each whole factor by its name in a checkpoint.
 
         One tensor is gathered at a time. Collective: every rank reads to the end. A tensor may share a factor's memory.
         """
@@ -95,9 +95,9 @@ class Policy:
             yield hf_name(name, self.arch), whole
 
     def gathered(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """The same on the host of rank 0, or of ``values`` with the factors' shapes; the other ranks get None.
+        """Yield the same tensors on the host of rank 0, and None on the other ranks.
 
-        The device holds one tensor at a time.
+        ``values`` with the factors' shapes may replace the factors. The device has one tensor at a time.
         """
         for name, value in (self.factors if values is None else values).items():
             factor = self.factors[name]
@@ -109,7 +109,7 @@ class Policy:
     def load_(self, tensors: Mapping[str, Tensor], ending: str = "", into: Mapping[str, Tensor] | None = None) -> None:
         """Fill the factors, or ``into``, from whole tensors whose names in ``tensors`` have this ``ending``.
 
-        InputError if names or shapes are not those of this policy; then nothing has changed.
+        Raises InputError if names or shapes are not those of this policy; then nothing has changed.
         """
         pieces = adapter_weights.scatter(self.adapters, tensors, self.arch, self.parallel, ending)
         adapter_weights.copy_(self.factors if into is None else into, pieces)
@@ -117,7 +117,7 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ comparisons
 
     def unequal(self, frozen: bool) -> str:
-        """Names what is not equal on all ranks that hold it; "" if nothing is. ``frozen``: frozen weights, too."""
+        """Name what is not equal on all ranks that store it, or return "". ``frozen``: compare the base as well."""
         pieces = self._factor_pieces()
         if frozen:
             for slot in huggingface.slots(self.model, self.arch, self.parallel):
@@ -125,7 +125,7 @@ class Policy:
         return differing(pieces, self.parallel)
 
     def _factor_pieces(self) -> Pieces:
-        """The factors of this rank that other ranks hold, too."""
+        """Return the factors of this rank that other ranks store as well."""
         pieces: Pieces = {}
         for name, factor in self.factors.items():
             shard = self.parallel.tensor_rank if factor.shard_dim is not None else ""
@@ -135,7 +135,7 @@ class Policy:
         return pieces
 
     def _frozen_pieces(self, slot: WeightShard) -> Pieces:
-        """The weights of ``slot`` under the name of their first block, if other ranks hold them, too."""
+        """Return the weights of ``slot``, under the name of their first block, if other ranks store them as well."""
         if self.parallel.copies(slot) == 1:
             return {}
         shard = str(self.parallel.tensor_rank) if slot.shard_dim is not None else ""
@@ -148,20 +148,20 @@ class Policy:
 
     @torch.no_grad()
     def update_kept(self) -> dict[str, float]:
-        """How much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
+        """Return how much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
 
-        The policy's change C is the merged weight as it is pushed, minus W; or, if the engine keeps factors apart,
+        The policy's change C is the merged weight as it is pushed, minus W. If the engine keeps factors apart, C is
         (alpha / R) B A of the factors as they are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing
         is lost. sync/update_error is |C - U| / |U|. They are 1 and 0 before the first update, where U is 0. Large
         weights are represented by SAMPLED_ROWS of their rows.
 
-        Where trainer and engine share the memory of merged experts, no difference of log-probs shows a wrong merge.
-        There C comes from this memory, and sync/experts_wrong is the share of its sampled elements that are not W + U,
-        computed here apart from Adapter.merged, in the expert where most are wrong. Of 10^5 elements, none differs in a
-        sound merge, and 400 after an update of B by 1e-6.
+        If trainer and engine share the memory of merged experts, their log-probs cannot show a wrong merge. Then C
+        comes from this memory. sync/experts_wrong is the share of its sampled elements that are not W + U, in the
+        expert where most are wrong. W + U is computed here, apart from Adapter.merged. Among 10^5 elements, none
+        differs in a correct merge, and 400 after an update of B by 1e-6.
         """
         products: list[Tensor] = []  # <U, U>, <U, C - U>; .., <C - U, C - U> of each adapted weight
-        counts: list[float] = []  # how often each counts, for unsampled rows and copies on ranks
+        counts: list[float] = []  # how often each one counts, for unsampled rows and copies on ranks
         wrong: list[Tensor] = []
         for slot in huggingface.slots(self.model, self.arch, self.parallel):
             if slot.adapter is None:
@@ -169,7 +169,7 @@ class Policy:
             pair, wrong_shares = self._update_and_error(slot)
             wrong += wrong_shares
             products.append(pair.flatten(1) @ pair.flatten(1).t())
-            copies = min(map(self.parallel.copies, (slot.adapter.A, slot.adapter.B)))  # on as many ranks
+            copies = min(map(self.parallel.copies, (slot.adapter.A, slot.adapter.B)))  # equal on this many ranks
             counts.append(slot.stored.shape.numel() / pair[0].numel() / copies)
         weights = torch.tensor(counts).to(products[0].device)
         total = self.parallel.sum_over_ranks(torch.tensordot(weights, torch.stack(products), 1))
@@ -178,14 +178,17 @@ class Policy:
             "sync/update_share": 1 + both / own if own else 1.0,
             "sync/update_error": (lost / own) ** 0.5 if own else 0.0,
         }
-        # A collective that every rank enters, whatever it shares.
+        # Every rank enters this collective, whatever it shares.
         worst = self.parallel.max_over_ranks(torch.cat(wrong).amax().item() if wrong else -1.0)
         if worst >= 0:
             metrics["sync/experts_wrong"] = worst
         return metrics
 
     def _update_and_error(self, slot: WeightShard) -> tuple[Tensor, list[Tensor]]:
-        """U and C - U of sampled rows, (2, .., rows, columns); and of shared memory, each expert's wrong share, (e,)"""
+        """Return U and C - U of sampled rows, and for shared memory each expert's wrong share.
+
+        (2, .., rows, columns), (e,)
+        """
         adapter = slot.adapter
         if slot.experts is None:
             first, second = adapter.B, adapter.A
@@ -216,14 +219,14 @@ class Policy:
 
 @torch.no_grad()
 def differing(pieces: Pieces, parallel: Parallel) -> str:
-    """Names the pieces that are not equal on all ranks that hold them; "" if there are none. Collective."""
+    """Name the pieces that are not equal on all ranks that store them, or return "". Collective."""
     own = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
-    held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that holds it
+    held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that stores it
     for rank, pieces_of_rank in enumerate(parallel.gather_objects(own)):
         for piece, checksum in pieces_of_rank.items():
             held.setdefault(piece, {})[rank] = checksum
     unequal = []
     for (name, _), by_rank in held.items():
         if len(set(by_rank.values())) > 1:
-            unequal.append(f"{name} of ranks {', '.join(map(str, by_rank))}")
-    return f"{first_three(unequal)}: not the same on all ranks that hold it" if unequal else ""
+            unequal.append(f"{name} on ranks {', '.join(map(str, by_rank))}")
+    return f"{first_three(unequal)}: not equal on all ranks that store it" if unequal else ""

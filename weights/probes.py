@@ -1,10 +1,10 @@
-"""Probe adapters, of one kind of module or of several, and the log-probs that a right program has with them.
+"""Probe adapters, for one or several kinds of modules, and the log-probs that a correct program has with them.
 
-    DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with names and patterns as they are met
+    DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with names and patterns in use elsewhere
     DIR/expected.json       prompts; log-probs of the base, with each kind, and with each kind under each known fault
 
 `preflight.py --adapter DIR --stack PROGRAM` compares a program with them. A probe adapts at most LAYERS layers, among
-them the first and the last one. R rank, P prompts, T tokens of a prompt.
+them the first and the last one. R is the rank, P the number of prompts, and T of tokens per prompt.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from weights.adapter_weights import Adapted, adapted_modules
 from weights.peft_adapters import EXPERT, Form, Pair, Pairs
 from weights.policy import Policy
 
-RANK, ALPHA = 6, 9.0  # no fault of the scale equals another one: 9, 9 / 6, 9 / sqrt(6), 1
+RANK, ALPHA = 6, 9.0  # so that no fault of the scale equals another one: 9, 9 / 6, 9 / sqrt(6), 1
 EFFECT = 0.3  # mean |change| of a prompt token's log-prob by one kind of module, in nats
-NEAR, FARTHEST = 0.1, 0.2  # how near the search of a size comes, and the farthest that it takes
+NEAR, FARTHEST = 0.1, 0.2  # how close the search for a size gets, and the largest distance that it accepts
 PROMPTS, TOKENS = 4, 32  # a prompt's length is a multiple of 32, because tensor ranks split it
 LAYERS = 4
-NOT_FAR = 0.02  # a fault that moves the log-probs by less, in nats, is not told from the right answer
+NOT_FAR = 0.02  # a fault that moves the log-probs by less, in nats, is not distinguished from the right answer
 PROBES, EXPECTED = "probes", "expected.json"
-GIVEN = "given"  # the kind of the adapter that was asked about
+GIVEN = "given"  # the kind of the adapter that the user gave
 
 KINDS = {  # kind -> its matrices in a layer
     "qkv": r"self_attn\.[qkv]_proj",
@@ -58,24 +58,24 @@ KINDS = {  # kind -> its matrices in a layer
 FC1, FC2 = (tuple(f"{place}_{layer}" for place in ("dense", "shared", "experts")) for layer in ("fc1", "fc2"))
 TOGETHER = {"experts": ("experts_fc1", "experts_fc2"), "mlp_fc1": FC1, "mlp": FC1 + FC2}
 TOGETHER["all"] = ("qkv", "proj", *FC1, *FC2)
-OWN_A = "mlp_own_a"  # the same, with an A of its own for each up projection, as PEFT draws it: no stack can hold it
+OWN_A = "mlp_own_a"  # the same, with a separate A for each up projection, as PEFT draws it: no stack can hold it
 LEAF = {"experts_fc1", OWN_A, *TOGETHER}  # kinds that are also written as people write them, with last names
-# Names that programs write or read, which are not PEFT's: to apply or to refuse them is right, to ignore them is not.
-OTHER_NAMES = {  # what stands for "model.layers"
+# Names that programs write or read, but PEFT does not: it is right to apply or refuse them, and wrong to ignore them.
+OTHER_NAMES = {  # label -> the replacement of "model.layers"
     "names_language_model": "language_model.model.layers",
     "names_extra_model": "model.model.layers",
     "names_fsdp": "_fsdp_wrapped_module.model.layers",
     "names_megatron": "decoder.layers",
 }
 
-Value = Callable[[Pairs], Tensor]  # the log-probs of the prompts with these updates
+Value = Callable[[Pairs], Tensor]  # pairs -> the log-probs of the prompts with these updates
 
 
 # ------------------------------------------------------------------------------------------------ factors
 
 
 def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: float) -> Pairs:
-    """Random pairs. With ``size`` 1 the entries of an update have a standard deviation of 1 / sqrt(in).
+    """Draw random pairs. With ``size`` 1 the entries of an update have a standard deviation of 1 / sqrt(in).
 
     Matrices that are one in Megatron (q, k, v; gate, up) share their A. A pair depends on its name and on nothing else.
     """
@@ -94,9 +94,9 @@ def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: fl
 
 
 def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[str, Tensor]:
-    """The pairs as whole factors of a checkpoint (Adapted.factor_shapes), whose own scale is ``alpha`` / R.
+    """Return the pairs as whole factors of a checkpoint (Adapted.factor_shapes), whose scale is ``alpha`` / R.
 
-    Pairs of one module that do not share A lie one beside the other in its rank.
+    Pairs of one module that do not share A are next to each other in its rank.
     """
     factors = {}
     for adapted in modules:
@@ -119,7 +119,7 @@ def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[st
 
 
 def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """What programs got wrong, by a name that says it: the pairs that a right program would need for the same result.
+    """Return known faults of programs: name -> the pairs that a correct program would need for the same result.
 
     A fault that changes nothing in these pairs is left out.
     """
@@ -185,14 +185,14 @@ def _same(some: Pairs, others: Pairs) -> bool:
 
 
 def _neighbours(name: str, pair: Pair) -> Pair:
-    """The pair with the halves exchanged that two tensor ranks hold: rows of B, or columns of A."""
+    """Return the pair with exchanged halves of two tensor ranks: rows of B, or columns of A."""
     if name.endswith((".o_proj", ".down_proj")):
         return pair._replace(a=pair.a.roll(pair.a.shape[1] // 2, 1))
     return pair if name.endswith(".gate") else pair._replace(b=pair.b.roll(len(pair.b) // 2, 0))
 
 
 def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """The stack of all experts' B, read or written with the other order of expert and rank."""
+    """Return the pairs with the stack of all experts' B read or written in the other order of expert and rank."""
     groups: dict[str, list[str]] = {}
     for name in pairs:
         if match := EXPERT.fullmatch(name):
@@ -219,27 +219,27 @@ def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
 
 
 def prompts_for(arch: Architecture) -> list[list[int]]:
-    """Random tokens, the same for every model with as large a vocabulary.  (P, T)"""
+    """Return random tokens, equal for every model with as large a vocabulary.  (P, T)"""
     generator = torch.Generator().manual_seed(derive_seed("probe", "prompts"))
     return torch.randint(3, min(arch.vocab_size, 2**16), (PROMPTS, TOKENS), generator=generator).tolist()
 
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> Tensor:
-    """Of every prompt token but the first, by a model of transformers.  (P, T - 1) in fp64"""
+    """Return the log-probs of every prompt token but the first, by a model of transformers.  (P, T - 1) in fp64"""
     ids = torch.tensor(prompts)
     found = model(ids, use_cache=False).logits.double().log_softmax(-1)[:, :-1]
     return found.gather(-1, ids[:, 1:, None])[..., 0]
 
 
 class Float64:
-    """The reference: transformers in float64, to whose weights an update is added, and taken away again."""
+    """The reference: transformers in float64. An update is added to its weights, and removed again."""
 
     def __init__(self, model_dir: str, arch: Architecture) -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        plain = {"attn_implementation": "eager"}  # its other implementations do not all take fp64
+        plain = {"attn_implementation": "eager"}  # not all of its other implementations take fp64
         if int(transformers.__version__.partition(".")[0]) >= 5:
             plain["experts_implementation"] = "eager"
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -261,7 +261,7 @@ class Trainer:
     """The trainer's policy in the layout of a run, on all ranks. Collective."""
 
     def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
-        """``width``: the largest rank that will come, three times of it if q, k and v may each have their own A."""
+        """Load the policy. ``width``: the largest rank that will come, or 3 times it if q, k and v may not share A."""
         targets = sorted({module.target for module in every_module(arch)} - {""})
         lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}
         cfg = cfg.changed(lora=lora, rollout={"temperature": 1.0})
@@ -273,7 +273,7 @@ class Trainer:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, cfg: Config, arch: Architecture, width: int) -> Iterator[Trainer]:
-        """One on the ranks that torchrun has launched; InputError if the layout does not fit them."""
+        """Open one on the ranks that torchrun has launched. Raises InputError if the layout does not fit them."""
         parallel_setup.check_launch()
         refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
         with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
@@ -294,7 +294,7 @@ def make(
 ) -> tuple[dict[str, Pairs], dict[str, Any]]:
     """Return the pairs of each kind for the base ``model``, and the content of EXPECTED.
 
-    ``value`` is the reference; ``given``: see GIVEN.
+    ``value`` is the reference, and ``given`` the adapter of the kind GIVEN.
     """
     base = value({})
     kinds = {GIVEN: given} | _drawn(arch, value, base, say)
@@ -310,7 +310,7 @@ def make(
 
 
 def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> dict[str, Pairs]:
-    """Draw the pairs of each of KINDS that the model has, and put those of TOGETHER and of OWN_A together from them."""
+    """Draw the pairs of each of KINDS that the model has, and combine them to those of TOGETHER and OWN_A."""
     kinds = {kind: pairs for kind in KINDS if (pairs := _sized(kind, arch, value, base, say))}
     for kind, parts in TOGETHER.items():
         if there := [part for part in parts if part in kinds]:
@@ -331,13 +331,13 @@ def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch:
 
 
 def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> Pairs:
-    """The pairs of a kind, of the size that has the EFFECT; empty if the model has no such module, or it has none."""
+    """Return the pairs of a kind whose size gives the EFFECT, or none if the model has no such module or size."""
     names = _names(kind, arch)
     if not names:
         return {}
     found: Pairs = {}
     size, best = 0.1, FARTHEST
-    for _ in range(6):  # the effect grows about in proportion, but for a router
+    for _ in range(6):  # the effect grows about in proportion, except for a router
         pairs = draw(names, arch, RANK, ALPHA, size)
         effect = (value(pairs) - base).abs().mean().item()
         if abs(effect - EFFECT) < best:
@@ -351,7 +351,7 @@ def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Calla
 
 
 def _names(kind: str, arch: Architecture) -> list[str]:
-    """The matrices of a kind, in at most LAYERS of the layers that have it."""
+    """Return the matrices of a kind, in at most LAYERS of the layers that have it."""
     pattern = rf"(model\.layers\.\d+)\.{KINDS[kind].replace('LAST', str(arch.num_experts - 1))}\.weight"
     of_layer: dict[str, list[str]] = defaultdict(list)
     for name in tensor_shapes(arch):
@@ -386,6 +386,6 @@ def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pa
 
 
 def _padded(name: str, tensor: Tensor) -> Tensor:
-    """A factor of twice the rank; B is doubled, because the scale is alpha / R."""
+    """Return a factor of twice the rank. B is doubled, because the scale is alpha / R."""
     zeros = torch.zeros_like(tensor)
     return torch.cat([tensor, zeros]) if "lora_A" in name else 2 * torch.cat([tensor, zeros], 1)

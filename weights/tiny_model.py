@@ -1,7 +1,8 @@
 """Makes the tiny Hugging Face model of a CPU run: random weights, then a supervised warm start on Megatron.
 
 The warm start teaches addition and subtraction with bare drills. It teaches the form of an answer with a teacher who
-often chooses the wrong operation, so GRPO can improve the model: it must learn to choose. b rows, T tokens.
+often chooses the wrong operation. So GRPO can improve the model, which must learn to choose. b is the number of rows, T
+of tokens per row.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECORD = "tiny_model.json"  # how the model was made; this file is written last
-AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts receive every token
+AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts get every token
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
 WARM_START_LR = 3e-3  # peak; 6e-3 did not learn
 WORDS_PER_BATCH = 64  # word problems in every other batch of all ranks
-MOST_MISTAKES = 50  # draws of one operation of the teacher; after them he gives the right answer
+MOST_MISTAKES = 50  # draws of one operation of the teacher; after them the teacher gives the right answer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
 CHAT_TEMPLATE = (
@@ -58,7 +59,7 @@ CHAT_TEMPLATE = (
 
 
 def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
-    """Everything that decides the weights of the model, except the number of ranks that make it.
+    """Return everything that decides the weights of the model, except the number of ranks that make it.
 
     It has positions for rows of ``row_tokens``, and its tokenizer and warm start learn the arithmetic of ``data``.
     """
@@ -71,7 +72,10 @@ def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
 
 
 def exists(folder: Path, wanted: dict) -> bool:
-    """Whether ``folder`` already holds the model of the recipe ``wanted``. InputError if it holds anything else."""
+    """Return whether ``folder`` already contains the model of the recipe ``wanted``.
+
+    Raises InputError if it contains anything else.
+    """
     if not folder.exists():
         return False
     try:
@@ -79,12 +83,12 @@ def exists(folder: Path, wanted: dict) -> bool:
     except InputError:
         raise InputError(
             f"model.path: {folder} exists and has no readable {RECORD}, so it is not a model made here; "
-            "needed: another path, or no tiny_model section"
+            "give another path, or remove the tiny_model section"
         ) from None
     if changed := [key for key, value in flatten(wanted).items() if key not in old or old[key] != value]:
         raise InputError(
             f"model.path: {folder} was made with another {', '.join(f'{key} ({old.get(key)})' for key in changed)}; "
-            f"needed: another model.path, or delete {folder}"
+            f"give another model.path, or delete {folder}"
         )
     return True
 
@@ -97,7 +101,7 @@ def make(
     device: torch.device,
     beat: Callable[[str], None] = lambda done: None,
 ) -> None:
-    """Write the model of this recipe to the folder ``path``, if it is not there. Collective.
+    """Write the model of this recipe to the folder ``path``, if it does not exist. Collective.
 
     All ranks share the warm start as data-parallel replicas, whatever the section parallel says. ``beat`` is called at
     every step, so that the watcher of stalled ranks sees progress.
@@ -105,7 +109,7 @@ def make(
     folder, wanted = Path(path), recipe(tiny, data, row_tokens)
     with disk_errors(f"model.path: {folder}", SafetensorError), ExitStack() as locks:
         for attempt in itertools.count():
-            # Rank 0 decides for all ranks: another run may finish the model between the looks of two ranks.
+            # Rank 0 decides for all ranks: another run may finish the model between the checks of two ranks.
             answer = [_next_action(folder, wanted, locks) if dist.get_rank() == 0 else ""]
             dist.broadcast_object_list(answer)
             if answer[0] != "wait":
@@ -119,9 +123,9 @@ def make(
 
 
 def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
-    """What to do next: "done" if the model exists, "make" if this process may make it, otherwise "wait".
+    """Return "done" if the model exists, "make" if this process may make it, and otherwise "wait".
 
-    ``locks`` then holds the lock, which is on a file beside the model's folder and ends with the process.
+    ``locks`` then holds the lock, which is on a file next to the model's folder and ends with the process.
     """
     if exists(folder, wanted):
         return "done"
@@ -132,7 +136,7 @@ def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
     except BlockingIOError:
         return "wait"
     except OSError as error:
-        print(f"{path}: {error.strerror}: make sure yourself that one process makes {folder}", flush=True)
+        print(f"{path}: {error.strerror}; make sure that only one process makes {folder}", flush=True)
     return "done" if exists(folder, wanted) else "make"
 
 
@@ -149,7 +153,7 @@ def _make(
     with whole_folder(folder) if parallel.rank == 0 else nullcontext():
         if parallel.rank == 0:
             print(
-                f"making {folder}: {tiny.warm_start_steps} supervised steps, which are kept when all are done",
+                f"making {folder}: {tiny.warm_start_steps} supervised steps, which are saved only when all are done",
                 flush=True,
             )
             write_random_model(unfinished, tiny, data, wanted["config"])
@@ -171,7 +175,7 @@ def _make(
 def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, config: dict) -> None:
     """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``.
 
-    ``config``: config.json of the recipe.
+    ``config`` is the config.json of the recipe.
     """
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
@@ -183,7 +187,7 @@ def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, co
 
 
 def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name: norms 1, biases 0, routers of std 0.02, other matrices of std 0.5 / sqrt(inputs).
+    """Yield every tensor by name: norms 1, biases 0, routers of std 0.02, other matrices of std 0.5 / sqrt(inputs).
 
     Matrices that write to the residual stream have a std that is smaller by sqrt(2 x layers).
     """
@@ -225,7 +229,7 @@ def _warm_start(
     steps = tqdm(range(tiny.warm_start_steps), desc="warm start", disable=None if parallel.rank == 0 else True)
     for step in steps:
         beat(f"step {step} of the warm start")
-        # Constant for half of the steps, then linear.
+        # The rate is constant for half of the steps, then falls linearly.
         decay = 1 - (1 - LAST_LR_SHARE) * max(0.0, 2 * (step / tiny.warm_start_steps) - 1)
         for group in optimizer.param_groups:
             group["lr"] = WARM_START_LR * min(1.0, (step + 1) / WARMUP_STEPS) * decay
@@ -251,7 +255,7 @@ def _warm_start(
 def _word_problem(
     tiny: TinyModelConfig, data: DataConfig, rng: random.Random, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
-    """(prompt, answer of the sloppy teacher) of a word problem of the training set."""
+    """Return (prompt, answer of the sloppy teacher) of a word problem of the training set."""
     problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, data.operations_high)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
@@ -262,11 +266,11 @@ def _word_problem(
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
-    """The answer of a teacher who makes mistakes, and goes on from what he found.
+    """Return the answer of a teacher who makes mistakes, and continues from the result of each mistake.
 
-    With probability `right` an operation is right, with probability `wrong_operation` it is the other operation, and
-    otherwise its result is off by one or ten, but never below 0. An operation whose mistake would lead to a held-out
-    pair in the next one is drawn again.
+    An operation is right with probability `right`, and the other operation with probability `wrong_operation`.
+    Otherwise its result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the next
+    operation, the operation is drawn again.
 
     A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
@@ -284,7 +288,7 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
 
 
 def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wrong_operation: float) -> Line:
-    """One operation of the teacher's answer."""
+    """Return one operation of the teacher's answer."""
     draw = rng.random()
     if right <= draw < right + wrong_operation:
         return arithmetic.line("-" if sign == "+" else "+", x, y)
@@ -297,7 +301,7 @@ def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wr
 
 
 def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> tuple[str, str]:
-    """A right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
+    """Return a right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
 
     If problems have several operations, every other sum begins with any number that their results may be.
     """
@@ -313,7 +317,7 @@ def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> 
 
 
 def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """The tokens of (prompt, answer) rows, padded on the right, and 1 where the answers are.  -> (b, T), (b, T)"""
+    """Return the tokens of (prompt, answer) rows, padded on the right, and 1 on the answers.  -> (b, T), (b, T)"""
     prompts, answers = (
         tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*examples, strict=True)
     )
@@ -342,7 +346,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def digit_tokenizer(model: BPE) -> Tokenizer:
-    """Byte-level BPE in which a digit is always a token of its own, so that a model can calculate digit by digit."""
+    """Return a byte-level BPE in which each digit is a token, so that a model can calculate digit by digit."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     tokenizer = Tokenizer(model)

@@ -231,7 +231,7 @@ def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
         (["--report", "/none/report"], {}, "/none/report cannot be written"),
         (["train.out_dir=/dev/null"], {}, "train.out_dir: /dev/null/first_hour-tiny_cpu cannot be made"),
         ([], {"RANKS": "two"}, "RANKS: 'two' is no whole number; give one"),
-        ([], {"RANKS": "0"}, "--ranks: found 0; needed: more than 0"),
+        ([], {"RANKS": "0"}, "--ranks: 0 is out of range; give more than 0"),
         ([], {"MINUTES": "5 5"}, "MINUTES: '5 5' is no number; give one"),
     ],
 )

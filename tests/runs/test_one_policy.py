@@ -571,11 +571,11 @@ REFUSALS = {  # what is wrong: how it is made so, given the run, base and target
     "factors missing": (lambda r, b, t: save_factors(r, **{QKV_A: None}), [f"{QKV_A} is missing", LAST]),
     "a factor's shape": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.ones(2, 64)}),
-        [f"{QKV_A} has shape [2, 64] of torch.float32, the model needs [4, 64]"],
+        [f"{QKV_A} has shape [2, 64] of torch.float32; the model needs [4, 64]"],
     ),
     "a factor not finite": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.full((4, 64), float("inf"))}),
-        [f"{QKV_A} holds values that are not finite"],
+        [f"{QKV_A} has values that are not finite"],
     ),
     "another alpha": (
         lambda r, b, t: rewrite(r / "config.yaml", "alpha: 8.0", "alpha: 9.0"),

@@ -126,7 +126,7 @@ def test_the_exit_code_says_whether_all_were_right(monkeypatch):
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused_by_name() -> None:
     groups.refuse(ParallelConfig(tensor=2, expert=4), 4)
-    with pytest.raises(InputError, match="parallel.expert: 3 ranks of a group do not divide the 4"):
+    with pytest.raises(InputError, match="parallel.expert: 3 does not divide the 4"):
         groups.refuse(ParallelConfig(tensor=2, expert=3), 4)
 
 
@@ -306,8 +306,8 @@ def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> 
     assert found["experts"] == found["experts_judged"] == 2 * 16
     assert found["gap_mean"] < 0.1 < found["gap_without_adapters"]
     assert 3000 < found["tokens"] <= 2 * 8 * 2 * 8 * 16 and len(found["gap_by_replica"]) == 2
-    assert "first tokens that the same seeds give again: 1, 1; at least 0.9 expected" in text
-    assert text.count("; median gap of one's tokens at most") == 1
+    assert "first tokens that the same seeds repeat: 1, 1; at least 0.9 expected" in text
+    assert text.count("; the most different has a median gap of") == 1
     assert all(row["right"] and row["text"] in text for row in found["sampling"]) and len(found["sampling"]) == 3
 
 
@@ -318,19 +318,19 @@ def test_one_expert_whose_adapter_does_not_reach_the_sampler_is_named(tmp_path) 
     assert codes == [1, 1]
     worst = found["experts_most_apart"][0]
     assert (worst["layer"], worst["expert"]) == (1, 13)
-    assert "stand out by their median, first: 13 of layer 1 (" in found["wrong"]
+    assert "have a larger median gap, first: 13 of layer 1 (" in found["wrong"]
 
 
 def test_a_wrong_merge_in_memory_that_trainer_and_sampler_share_is_named(tmp_path) -> None:
     codes, found, _ = checked(tmp_path, planted.FAULTS["experts have a quarter of their update"])
     assert codes == [1, 1] and not found["gap_mean"] > found["bound"]
-    assert "share are not W + (alpha / R) B A" in found["wrong"] and "stand out" not in found["wrong"]
+    assert "share are not W + (alpha / R) B A" in found["wrong"] and "larger median gap" not in found["wrong"]
 
 
 def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
     codes, found, _ = checked(tmp_path, planted.FAULTS["rank 1 is never pushed to"], "fp32", "TP2")
     assert codes == [1, 1] and "(samplers 1 of 2, " in found["wrong"]
-    assert "nats a token, at most 0.001 expected" in found["wrong"]
+    assert "nats per token, at most 0.001 is allowed" in found["wrong"]
     assert "layer 0 is the first whose output differs" in found["wrong"]
     # The experts are merged in memory that it shares with the trainer.
     assert found["wrong"].endswith("; the sampler has: routed experts only"), found["wrong"]
@@ -339,8 +339,8 @@ def test_an_engine_that_was_not_pushed_to_is_named(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
 
 
-FOLLOWS = "p of a chi-square of each sampler's first tokens: "
-REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds give again: "
+FOLLOWS = "p-value of a chi-square test of each sampler's first tokens: "
+REPEAT, AGAIN = "completions that repeat an earlier one, ", "first tokens that the same seeds repeat: "
 DRAWN = {  # fault: words of the message
     "temperature x 1.3 on rank 1": FOLLOWS,
     "top-k 3": FOLLOWS,
@@ -725,11 +725,11 @@ def test_what_cannot_be_judged_has_exit_code_2_and_says_why(probed: Path, tmp_pa
     (tmp_path / "probes" / "expected.json").write_text(json.dumps(expected))
     for stack, said in (
         ("peft", "the base differs by"),
-        ("pefd", "found pefd; needed: transformers, "),
+        ("pefd", "pefd is unknown; give transformers, "),
         ("trainer", "CONFIG: missing"),
         ("/nowhere/merged", "no merged model (config.json) in /nowhere/merged"),
         ("/nowhere/{}", "no merged model (config.json) in /nowhere/{}"),
-        ("http://127.0.0.1:9", "does not start or answer"),
+        ("http://127.0.0.1:9", "cannot start or answer"),
     ):
         assert adapter_check.main([str(tmp_path / "probes"), "--stack", stack]) == 2
         assert said in capsys.readouterr().err
@@ -763,7 +763,10 @@ def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: changed_settings(folder, use_dora=True), "use_dora is True; needed: False"),
+        (
+            lambda folder: changed_settings(folder, use_dora=True),
+            "use_dora is True; give an adapter in which it is False",
+        ),
         (lambda folder: changed_settings(folder, base_model_name_or_path="gone"), "its base model is gone"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "no config.yaml; needed: a run folder"),
         (

@@ -209,8 +209,8 @@ def test_the_text_has_a_line_for_each_phase_and_names_what_differs():
 @pytest.mark.parametrize(
     ("argument", "piece"),
     [
-        ("--rank=16", "--rank: found 16; needed: 0 to 15"),
-        ("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: found fp32"),
+        ("--rank=16", "--rank: 16 is out of range; give 0 to 15"),
+        ("device=cuda model.dtype=fp32 rollout.expert_parallel=false", "model.dtype: fp32 on cuda"),
     ],
 )
 def test_bad_input_is_one_line(argument, piece, capfd):

@@ -257,7 +257,7 @@ def test_a_window_that_is_too_small_for_the_tokens_of_a_step_is_refused(
     if window is not None:
         monkeypatch.setenv("HCCL_BUFFSIZE", window)
     arch = hf_config.parse(published.QWEN3_30B_A3B)
-    message = "HCCL_BUFFSIZE is .*; needed: "
+    message = "HCCL_BUFFSIZE is .*; set it to "
     with contextlib.nullcontext() if enough else pytest.raises(InputError, match=message):
         vllm_ascend.check_window(arch, 16, tokens)
 

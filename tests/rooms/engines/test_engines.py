@@ -198,11 +198,11 @@ def test_a_push_of_whole_groups_is_as_good_as_one_of_the_whole_model(opened, nam
 
 BROKEN = {  # (the names of the tensors that come, their changes by name, the message)
     "one missing": ([name for name in EXPERTS if name != EXPERTS[5]], {}, f"{EXPERTS[5]} is missing .1 missing"),
-    "no v": (QKV[:2], {}, f"{QKV[2]} is missing .1 missing, 2 found.; needed: whole fused groups"),
-    "twice": ([*QKV, QKV[0]], {}, f"{QKV[0]} came twice"),
+    "no v": (QKV[:2], {}, f"{QKV[2]} is missing .1 missing, 2 found.; push whole fused groups"),
+    "twice": ([*QKV, QKV[0]], {}, f"{QKV[0]} was pushed twice"),
     "surplus": ([*QKV, SURPLUS], {}, f"{SURPLUS} is not a tensor of this"),
-    "misshapen": (QKV, {QKV[0]: torch.t}, r"q_proj.weight: found torch.float32 \(64, 128\); needed"),
-    "integers": (QKV, {QKV[0]: torch.Tensor.int}, "q_proj.weight: found torch.int32"),
+    "misshapen": (QKV, {QKV[0]: torch.t}, r"q_proj.weight is torch.float32 \(64, 128\); push"),
+    "integers": (QKV, {QKV[0]: torch.Tensor.int}, "q_proj.weight is torch.int32"),
     "NaN": (EXPERTS, {EXPERTS[7]: lambda x: x * math.nan}, f"{EXPERTS[7]} has NaN or infinity .1 such"),
 }
 
@@ -317,7 +317,7 @@ def test_the_first_log_prob_that_is_not_finite_tells_an_overflow_from_a_fault_of
 
     overflow = "sample: a log-probability is not finite: the loaded model overflows in torch.bfloat16\n"
     assert fault(0.0, -1e30, -2.0) == ""
-    assert fault(-1.0, -np.inf, np.nan).startswith("sample: token 5 was drawn, whose probability is 0")
+    assert fault(-1.0, -np.inf, np.nan).startswith("sample: token 5 was drawn, although its probability is 0")
     assert fault(-1.0, np.nan, -np.inf).startswith(overflow)
     assert fault(np.inf, -1.0, -1.0).startswith(overflow)
 
@@ -435,7 +435,7 @@ def test_greedy_calls_are_left_alone_and_versions_without_a_place_are_refused() 
     before = runner.sampler.topk_topp_sampler.forward_native(logits_of(2), {}, None, None)[1]
     assert torch.equal(drawn_1(runner, logits_of(2), 0)[1], before) and runner.requests.count == 0
     older = SimpleNamespace(model_runner=SimpleNamespace(sampler=SimpleNamespace(sample=None)))
-    with pytest.raises(InputError, match="rollout.engine: Model Runner V2 .*13394.*; needed: unset VLLM_USE_V2_MODEL_"):
+    with pytest.raises(InputError, match="rollout.engine: Model Runner V2 .*13394.*; unset VLLM_USE_V2_MODEL_"):
         vllm_inside.draw_by_table(older)
 
 

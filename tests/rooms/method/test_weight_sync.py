@@ -363,11 +363,11 @@ def test_a_push_leaves_every_address_as_it_was(engine, shards) -> None:
 
 W13, W2, GATE = (f"model.layers.2.mlp.{name}" for name in ("experts.w13_weight", "experts.w2_weight", "gate.weight"))
 BROKEN = {
-    "an expert too few": (W13, lambda x: x[1:], rf"{W13}: found torch.float32 \(3, 64, 64\); needed"),
-    "not transposed": (W2, lambda x: x.transpose(1, 2), rf"{W2}: found torch.float32 \(4, 64, 32\); needed"),
+    "an expert too few": (W13, lambda x: x[1:], rf"{W13} is torch.float32 \(3, 64, 64\); push"),
+    "not transposed": (W2, lambda x: x.transpose(1, 2), rf"{W2} is torch.float32 \(4, 64, 32\); push"),
     "surplus": (f"{W2}_scale", lambda _: torch.ones(1), f"{W2}_scale is not a tensor of this"),
     "NaN": (W13, lambda x: x / 0 * 0, f"{W13} has NaN or infinity"),
-    "would lose digits": (GATE, lambda x: x.double(), f"{GATE}: found torch.float64; needed: torch.float32"),
+    "would lose digits": (GATE, lambda x: x.double(), f"{GATE} is torch.float64; push torch.float32"),
 }
 
 

@@ -76,17 +76,17 @@ def four_dies_are_missing(where: Machine) -> None:
 
 
 NPU_FAULTS = [  # (the line of the doctor, what is taken away)
-    ("fail  driver: not there: /usr/local/Ascend/driver/ver", file("usr/local/Ascend/driver/version.info")),
+    ("fail  driver: missing: /usr/local/Ascend/driver/ver", file("usr/local/Ascend/driver/version.info")),
     ("fail  CANN: ASCEND_HOME_PATH is not set", variables(ASCEND_HOME_PATH=None)),
     ("fail  torch: 2.10.0+cu128; needed", package(VERSIONS, "torch", "2.10.0+cu128")),
     ("fail  packages: not installed: pyarrow;", package(VERSIONS, "pyarrow", None)),
     ("fail  packages: not installed: torch-npu;", package(VERSIONS, "torch-npu", None)),
-    ("warn  packages: mindspeed not found in place of 0.16.0; needed", package(VERSIONS, "mindspeed", None)),
-    ("fail  packages: torch-npu 2.9.0 beside torch 2.10.0+cpu", package(VERSIONS, "torch-npu", "2.9.0")),
-    ("fail  packages: vllm-ascend 0.22.0 beside vllm 0.23.0", package(VERSIONS, "vllm-ascend", "0.22.0")),
-    ("warn  packages: vllm-ascend 0.23.0 in place of 0.23.0.post1; needed", package(VERSIONS, "vllm-ascend", "0.23.0")),
+    ("warn  packages: mindspeed not found instead of 0.16.0; needed", package(VERSIONS, "mindspeed", None)),
+    ("fail  packages: torch-npu 2.9.0 with torch 2.10.0+cpu", package(VERSIONS, "torch-npu", "2.9.0")),
+    ("fail  packages: vllm-ascend 0.22.0 with vllm 0.23.0", package(VERSIONS, "vllm-ascend", "0.22.0")),
+    ("warn  packages: vllm-ascend 0.23.0 instead of 0.23.0.post1; needed", package(VERSIONS, "vllm-ascend", "0.23.0")),
     ("fail  triton: 3.6.0; needed", package(VERSIONS, "triton", "3.6.0")),
-    ("fail  dies: not there: /dev/hisi_hdc", file("dev/hisi_hdc")),
+    ("fail  dies: missing: /dev/hisi_hdc", file("dev/hisi_hdc")),
     ("fail  dies: 12 dies in /dev; missing: davinci12, davinci13, davinci14, davinci15;", four_dies_are_missing),
     ("fail  dies: visible: 0,1,2,3; needed", variables(ASCEND_RT_VISIBLE_DEVICES="0,1,2,3")),
     ("warn  dies: visible: 0,1,4,5; needed", both(answer(ranks=4), variables(ASCEND_RT_VISIBLE_DEVICES="0,1,4,5"))),
@@ -94,7 +94,7 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
     ("fail  HCCL_IF_IP: 192.0.2.7; needed", variables(HCCL_IF_IP="192.0.2.7")),
     ("fail  HCCL's interface: =eth; this mach", variables(HCCL_SOCKET_IFNAME="=eth")),
     ("fail  gloo's interface: eth; this mach", variables(GLOO_SOCKET_IFNAME="eth")),
-    ("warn  addresses of dies: not there: /etc/hccn.conf", variables(NODES="2")),
+    ("warn  addresses of dies: missing: /etc/hccn.conf", variables(NODES="2")),
     ("fail  HCCL_CONNECT_TIMEOUT: 7201; needed", variables(HCCL_CONNECT_TIMEOUT="7201")),
     ("warn  HCCL_CONNECT_TIMEOUT: not set, so 120; needed", variables(HCCL_CONNECT_TIMEOUT=None)),
     ("fail  HCCL_EXEC_TIMEOUT: 1h; needed", variables(HCCL_EXEC_TIMEOUT="1h")),
@@ -133,18 +133,18 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
     ("fail  libatb: OSError: no such file", fails("libatb.so", "OSError: no such file")),
     ("fail  acl: No module named 'acl'", fails("import acl", "No module named 'acl'")),
     (
-        "fail  chip: vllm-ascend is built for A2, npu-smi names A3 (image v0.23.0-a3); needed",
+        "fail  chip: vllm-ascend is built for A2, npu-smi lists A3 (image v0.23.0-a3); needed",
         answer(package_file=lambda *of: "__device_type__ = 'A2'\n"),
     ),
     ("warn  vLLM kernels: ImportError: symbol", fails("vllm_ascend_C", "ImportError: symbol")),
-    ("fail  devices: torch counts 12; taken by others: nothing; needed", memory(12)),
-    ("fail  devices: torch counts 16; taken by others: 30 GiB of device 15; needed", memory(16, taken=30)),
+    ("fail  devices: torch counts 12; in use by others: nothing; needed", memory(12)),
+    ("fail  devices: torch counts 16; in use by others: 30 GiB of device 15; needed", memory(16, taken=30)),
     (
         "fail  HCCL ports: in use: 60000, 60001; needed",
         answer(can_listen=lambda address, port: port not in (60000, 60001)),
     ),
     (
-        "warn  HCCL ports: free, but the system lends 60000, 60001, 60002 and 29 more to outgoing connections;",
+        "warn  HCCL ports: free, but the system gives 60000, 60001, 60002 and 29 more to outgoing connections;",
         file("proc/sys/net/ipv4/ip_local_reserved_ports", "\n"),
     ),
     ("warn  LD_PRELOAD: not set; needed: jemalloc", variables(LD_PRELOAD=None)),
@@ -153,19 +153,19 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
         answer(free_bytes=lambda folder: 2**26 if folder.name == "shm" else 500 * GIB),
     ),
     (
-        "warn  memory: 8.0 GiB available, 32.0 wanted by the processes; needed",
+        "warn  memory: 8.0 GiB available, the processes need 32.0; needed",
         file("proc/meminfo", "MemAvailable: 8388608 kB\n"),
     ),
     ("fail  disk: 5.0 GiB free for ", answer(free_bytes=lambda folder: 5 * GIB)),
 ]
 CUDA_FAULTS = [  # (the line of the doctor, what is taken away)
     # A sandbox may hide this file. Then devices that open are enough.
-    ("warn  driver: not there: /proc/driver/nvidia/version", file("proc/driver/nvidia/version")),
+    ("warn  driver: missing: /proc/driver/nvidia/version", file("proc/driver/nvidia/version")),
     ("fail  torch: 2.13.0+cpu; needed", package(CUDA_VERSIONS, "torch", "2.13.0+cpu")),
     ("fail  packages: not installed: pydantic;", package(CUDA_VERSIONS, "pydantic", None)),
-    ("warn  packages: torch 2.11.0+cu129 in place of 2.13.0; needed", package(CUDA_VERSIONS, "torch", "2.11.0+cu129")),
-    ("fail  devices: torch counts 2; taken by others: nothing; needed", memory(2)),
-    ("fail  devices: torch counts 8; taken by others: 30 GiB of device 7; needed", memory(8, taken=30)),
+    ("warn  packages: torch 2.11.0+cu129 instead of 2.13.0; needed", package(CUDA_VERSIONS, "torch", "2.11.0+cu129")),
+    ("fail  devices: torch counts 2; in use by others: nothing; needed", memory(2)),
+    ("fail  devices: torch counts 8; in use by others: 30 GiB of device 7; needed", memory(8, taken=30)),
     (
         "fail  devices: torch cannot open them: RuntimeError: Found no NVIDIA driver on your system; needed",
         fails("mem_get_info", "Traceback\nRuntimeError: Found no NVIDIA driver on your system"),
@@ -216,7 +216,7 @@ def test_the_newer_set_of_versions_is_a_set_of_its_own(tmp_path) -> None:
     variables(PYTORCH_ALLOC_CONF="max_split_size_mb:64")(where)  # the older vllm-ascend alone cannot have it
     assert {finding.what: finding.level for finding in doctor.examine(where, doctor.QUICK)}["allocator"] == "ok"
     assert said[0].startswith("ok    packages: CANN 9.2.0") and said[1].startswith(
-        "warn  packages: CANN 9.1.0 in place of 9.2; needed"
+        "warn  packages: CANN 9.1.0 instead of 9.2; needed"
     )
 
 

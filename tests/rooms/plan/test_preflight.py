@@ -110,7 +110,7 @@ REFUSALS = [  # arguments, a part of the reason
     ([QWEN3, "--ranks", "8"], "parallel.expert: 16 does not divide 8 ranks"),
     ([QWEN3, "optim.prompts_per_update=36"], "36 does not divide rollout.prompts_per_step 96; nearest: 32, 48"),
     ([QWEN3, "optim.tokens_per_micro_batch=1000"], "cannot hold one row"),
-    ([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"], "GiB on a rank"),
+    ([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"], "GiB per rank"),
     ([QWEN3, "parallel.tensor=2"], "rollout.tensor: 4 with rollout.expert_parallel splits attention differently"),
     # 17 blocks of 128 tokens, 24,576 bytes a token
     ([QWEN3, "rollout.kv_cache_mib=10"], "10 is too small for one row of 2048 tokens; needed: 51 for one"),
@@ -118,7 +118,7 @@ REFUSALS = [  # arguments, a part of the reason
     ([QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY], "equal numbers of experts on 8 ranks, not 60 experts"),
     ci([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
     ci([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide 16 ranks"),
-    ci([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"], "GiB on a rank"),
+    ci([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"], "GiB per rank"),
     ci([TINY, "tiny_model.vocab_size=401", "parallel.tensor=2", "--ranks", "2"], "401 tokens of the vocabulary"),
 ]
 
@@ -155,12 +155,12 @@ def test_a_refusal_names_its_rule_and_lists_layouts_that_fit(arguments, reason, 
 @pytest.mark.parametrize(
     ("phase", "bound", "eager", "waves", "change"),
     [
-        ("decode", "weights", True, 3, "3 waves: more rollout.kv_cache_mib, or more replicas"),
-        ("decode", "launches", True, 1, "rollout.enforce_eager=false"),
-        ("decode", "launches", False, 1, "more sequences a step cost almost nothing"),
-        ("decode", "weights", False, 1, "a larger rollout.tensor, or more sequences a step"),
-        ("update forward", "launches", False, 1, "a larger optim.prompts_per_update"),
-        ("update forward", "arithmetic", False, 1, "more ranks"),
+        ("decode", "weights", True, 3, "3 waves: raise rollout.kv_cache_mib, or add replicas"),
+        ("decode", "launches", True, 1, "set rollout.enforce_eager=false"),
+        ("decode", "launches", False, 1, "sample more sequences per step, which costs almost nothing"),
+        ("decode", "weights", False, 1, "raise rollout.tensor, or sample more sequences per step"),
+        ("update forward", "launches", False, 1, "raise optim.prompts_per_update"),
+        ("update forward", "arithmetic", False, 1, "use more ranks"),
     ],
 )
 def test_a_change_that_would_shorten_a_phase(phase, bound, eager, waves, change):
@@ -244,7 +244,7 @@ def test_the_text_says_layout_and_verdict(capsys):
     assert preflight.main([QWEN3]) == 0
     text = capsys.readouterr().out
     assert "16 ranks on 1 node of 16 = tensor 4 x data 4 = expert 16 x expert_data 1" in text
-    assert "logits chunk              0.500 GiB, within the activations" in text  # 2 copies of 2^26 fp32 numbers
+    assert "logits chunk              0.500 GiB, within activations" in text  # 2 copies of 2^26 fp32 numbers
     assert "verdict: fits" in text
 
 
@@ -267,7 +267,7 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(c
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
     assert "if answers have a mean of 240 of 1536 tokens" in text and "; 28.6 GiB of checkpoints stay, and " in text
-    assert "a runtime of 2 GiB and, with graphs in the engine, 1.5 GiB more" in text and "3.500 GiB" in text
+    assert "a runtime takes 2 GiB and, with graphs in the engine, 1.5 GiB more" in text and "3.500 GiB" in text
 
 
 def test_a_teacher_costs_the_memory_of_its_factors_and_a_pass_of_the_policy(capsys):
@@ -626,8 +626,8 @@ def test_a_report_without_measured_steps_and_a_cpu_are_refused_in_one_line(tmp_p
     sound = write(tmp_path / "timing.jsonl", json.dumps(timing) + "\n")
     for path, report, reason in (
         (QWEN3, unfinished, "no timing/generate_s, timing/update_s, timing/step_s"),
-        (QWEN3, str(tmp_path / "none.json"), "needed: the timing.jsonl of a run"),
-        (TINY, sound, "needed: device npu or cuda"),
+        (QWEN3, str(tmp_path / "none.json"), "give the timing.jsonl of a run"),
+        (TINY, sound, "set device to npu or cuda"),
     ):
         assert preflight.main([path, "--calibrate", report]) == 2
         said = capsys.readouterr()

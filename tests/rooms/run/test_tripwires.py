@@ -531,14 +531,14 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
     "a gradient is not summed over data ranks": of_state("TP2_EP2_DP2", "1 steps: model.layers.0.self_attn."),
     "an expert's gradient is not summed over its copies": of_state("EP2_DP4", "1 steps: model.layers.0.mlp.experts."),
     "a factor drifts on rank 1": of_state(
-        "TP2", "1 steps: model.layers.0.self_attn.qkv_proj.A of ranks 0, 1: not the same"
+        "TP2", "1 steps: model.layers.0.self_attn.qkv_proj.A on ranks 0, 1: not equal"
     ),
-    "a router has another order on rank 1": of_state("DP2", "0 steps: model.layers.1.mlp.gate.weight of ranks 0, 1"),
+    "a router has another order on rank 1": of_state("DP2", "0 steps: model.layers.1.mlp.gate.weight on ranks 0, 1"),
     "B is 0 in the checkpoint": of_checkpoint("adapter model.layers.0."),
     "experts have another order in the checkpoint": of_checkpoint(".experts.", "TP2_EP2"),
     "moments are exchanged in the checkpoint": of_checkpoint("optimizer model.layers.0."),
     "a tensor too many in the checkpoint": of_checkpoint("adapter more"),
-    "another count in the checkpoint": of_checkpoint("optimizer_steps 7; needed: at most train.steps 3"),
+    "another count in the checkpoint": of_checkpoint("optimizer_steps 7 do not fit: a run has at most train.steps 3"),
     "a wrong number in a file of the checkpoint": of_checkpoint("adapter model.layers.0."),
 }
 

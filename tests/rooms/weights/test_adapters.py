@@ -93,16 +93,16 @@ FAULTS = [
     (
         "A alone",
         lambda folder: set_factors(folder, lambda t: t.pop(ROW.replace("lora_A", "lora_B"))),
-        "without its other",
+        "only one of lora_A and lora_B",
     ),
-    ("B alone", lambda folder: set_factors(folder, lambda t: t.pop(ROW)), "without its other"),
+    ("B alone", lambda folder: set_factors(folder, lambda t: t.pop(ROW)), "only one of lora_A and lora_B"),
     ("nan", lambda folder: set_factors(folder, lambda t: t[ROW][0].fill_(torch.nan)), "not all finite"),
     ("inf", lambda folder: set_factors(folder, lambda t: t[ROW][1].fill_(torch.inf)), "not all finite"),
     ("whole numbers", lambda folder: set_factors(folder, lambda t: t.update({ROW: t[ROW].int()})), "int32"),
     (
         "a pattern of another rank",
         lambda folder: set_config(folder, rank_pattern={"q_proj": 3}),
-        "rank 2; adapter_config",
+        "rank 2, but adapter_config",
     ),
     (
         "another rank",
@@ -110,7 +110,7 @@ FAULTS = [
             folder,
             lambda t: t.update({ROW: t[ROW][:1], ROW.replace("_A", "_B"): t[ROW.replace("_A", "_B")][:, :1]}),
         ),
-        "rank 1; adapter_config.json says 2",
+        "rank 1, but adapter_config.json says 2",
     ),
     (
         "no rank",
@@ -118,7 +118,7 @@ FAULTS = [
             folder,
             lambda t: t.update({ROW: t[ROW][:0], ROW.replace("_A", "_B"): t[ROW.replace("_A", "_B")][:, :0]}),
         ),
-        "rank 0; adapter_config.json says 2",
+        "rank 0, but adapter_config.json says 2",
     ),
 ]
 

@@ -184,12 +184,12 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     log = start_a_run(cfg, 1)
     said: list[str] = []
     assert resumable(other, said.append) is None  # it still lives
-    assert said == [f"{log.run_dir}: not resumed: a live process writes it"]
-    with pytest.raises(InputError, match="a live process writes this run .*train.resume=never"):
+    assert said == [f"{log.run_dir}: not resumed: a live process is writing it"]
+    with pytest.raises(InputError, match="a live process is writing this run .*train.resume=never"):
         resumable(cfg)  # not a second run beside it
     log.close()
     with pytest.raises(
-        InputError, match="step-000001: changed since: optim.lr: 1e-05 -> 0.5; .*resume=never"
+        InputError, match="step-000001: saved with other values: optim.lr: 1e-05 -> 0.5; .*resume=never"
     ) as raised:
         resumable(other)
     assert f"train.resume={log.run_dir}" in str(raised.value)
@@ -198,7 +198,7 @@ def test_a_run_with_another_configuration_is_named_instead_of_starting_anew(cfg:
     (finished.run_dir / "finished.json").write_text("{}")
     said.clear()
     assert resumable(other, said.append) is None  # a new run has been wished since
-    assert said == [f"note: {log.run_dir}: not finished, and left: optim.lr: 1e-05 -> 0.5"]
+    assert said == [f"note: {log.run_dir}: not finished, and not continued because of changes: optim.lr: 1e-05 -> 0.5"]
     assert resumable(cfg).run_dir == log.run_dir
 
 

@@ -155,7 +155,7 @@ def test_experts_that_transformers_keeps_in_one_tensor_a_layer_are_read_one_by_o
     assert single.keys() == fused.keys() and all(torch.equal(fused[name], single[name]) for name in single)
     both = load_file(tmp_path / "fused" / "model.safetensors") | {EXPERT: single[EXPERT].contiguous()}
     save_file(both, tmp_path / "fused" / "model.safetensors")
-    with pytest.raises(InputError, match=f"{EXPERT} is there alone, and in the tensor of all experts"):
+    with pytest.raises(InputError, match=f"{EXPERT} is stored alone and in the tensor of all experts"):
         huggingface.read_model(tmp_path / "fused", hf_config.read(tmp_path / "fused"))
 
 
@@ -217,7 +217,7 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
     "surplus tensor": (change(lambda t: t.update(extra=torch.ones(1))), "not part of this architecture: extra"),
     "transposed": (
         change(lambda t: t.update({EXPERT: t[EXPERT].t().contiguous()})),
-        rf"{EXPERT} has shape \[32, 64\], config.json needs \[64, 32\]",
+        rf"{EXPERT} has shape \[32, 64\], but config.json needs \[64, 32\]",
     ),
     "float8": (
         change(lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
@@ -226,7 +226,7 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
     "cut short": (cut("model.safetensors"), r"model\.safetensors: not a readable safetensors file \(.+\)"),
     "pickled": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        r"model.path: no \*\.safetensors in .*; pickled files .* are never opened",
+        r"model.path: no \*\.safetensors in .*; convert the weights \(\*\.bin is never opened",
     ),
     "same tensor in two files": (
         lambda d: save_file({NORM: torch.ones(64)}, d / "more.safetensors"),
@@ -241,19 +241,19 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
             index('{"weight_map": {"a": "new.safetensors"}}')(d),
             shutil.copy(d / "model.safetensors", d / "new.safetensors"),
         ),
-        "model.safetensors: not in model.safetensors.index.json, so these are other weights; needed: one set",
+        "model.safetensors: not in model.safetensors.index.json, so these are other weights; keep one set",
     ),
     "an adapter beside shards": (
         lambda d: save_file({NORM: torch.ones(64)}, d / "adapter_model.safetensors"),
-        "adapter_model.safetensors: holds a LoRA adapter beside the weights; merge it or remove it",
+        "adapter_model.safetensors: is a LoRA adapter next to the weights; merge it or remove it",
     ),
     "an adapter of older programs": (
         lambda d: (d / "adapter_model.bin").write_bytes(b""),
-        "adapter_model.bin: holds a LoRA adapter",
+        "adapter_model.bin: is a LoRA adapter",
     ),
     "the settings of an adapter": (
         lambda d: (d / "adapter_config.json").write_text("{}"),
-        "adapter_config.json: holds a LoRA",
+        "adapter_config.json: is a LoRA",
     ),
     "an index with a key twice": (
         index('{"weight_map": {"a": "model.safetensors", "a": "other.safetensors"}}'),
@@ -295,8 +295,8 @@ def refusals(parallel: Parallel, folders: list[Path]) -> list[str]:
 
 
 VALUES = {
-    "nan": (f"{EMBEDDING} holds values that are not finite in float32", lambda t: t[EMBEDDING][100].fill_(torch.nan)),
-    "-inf": (f"{EXPERT} holds values that are not finite in float32", lambda t: t[EXPERT][0].fill_(-torch.inf)),
+    "nan": (f"{EMBEDDING} has values that are not finite in float32", lambda t: t[EMBEDDING][100].fill_(torch.nan)),
+    "-inf": (f"{EXPERT} has values that are not finite in float32", lambda t: t[EXPERT][0].fill_(-torch.inf)),
     "fp16": ("loaded", lambda t: t.update({name: value.half() for name, value in t.items()})),
     "one fp64": ("model.norm.weight has dtype float64; supported", lambda t: t.update({NORM: t[NORM].double()})),
 }
@@ -557,14 +557,14 @@ def test_a_training_of_three_steps(folder: Path, tmp_path: Path, ranks, settings
 @needs_packages
 def test_a_model_is_made_once_and_no_other_folder_is_touched(folder: Path, tmp_path: Path, capsys) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert smol_model.main([str(folder)]) == 0 and "already made" in capsys.readouterr().out
+    assert smol_model.main([str(folder)]) == 0 and "already exists" in capsys.readouterr().out
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     for name in ("thesis", smol_model.RECORD):  # the second one is of another recipe
         other = tmp_path / name
         other.mkdir()
         (other / name).write_text("{}")
         assert smol_model.main([str(other)]) == 2
-        assert f"{other}: holds another model" in capsys.readouterr().err
+        assert f"{other}: contains another model" in capsys.readouterr().err
         assert [path.name for path in other.iterdir()] == [name]
 
 
