@@ -42,7 +42,9 @@ def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:
         kinds, what = READERS[target]
         before = {f"{layer}{m.reads}.weight" for layer, m in layers(arch) if m.reads and m.kind in kinds}
         if not before:
-            raise InputError(f"aqn.targets: {target} touches no norm: this {arch.model_type} model has no {what}")
+            raise InputError(
+                f"aqn.targets: {target} matches no norm, because this {arch.model_type} model has no {what}; remove it"
+            )
         norms |= before
     return [name for name in tensor_shapes(arch) if name in norms]
 
@@ -75,7 +77,7 @@ def sigma_at(
         ("sigma_end", sigma_end, "a positive number", 0 < sigma_end < math.inf or schedule == "constant"),
     ):
         if not valid:
-            raise ValueError(f"{name}: found {value!r}; needed: {needed}")
+            raise ValueError(f"{name}: must be {needed}, not {value!r}")
     if schedule == "constant":
         return float(sigma_start)
     step = min(step, total_steps)
@@ -143,7 +145,7 @@ def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) ->
     clean = {name: tensor.detach().cpu().clone() for name, tensor in stream if name in norms}
     for norm in norms:
         if norm not in clean:
-            raise AqnError(f"AQN: {norm} should get noise and is not among the weights")
+            raise AqnError(f"AQN: {norm} should get noise, but it is not among the weights")
     return clean
 
 
@@ -160,7 +162,7 @@ def perturb(
         if report.sigma and name in clean:
             before = clean[name]
             if not torch.equal(tensor.detach().cpu(), before):
-                raise AqnError(f"AQN: {name} is not the clean weight any more; noise must not pile up on noise")
+                raise AqnError(f"AQN: {name} is no longer the clean weight, so noise would be added to noise")
             generator = torch.Generator().manual_seed(derive_seed(seed, "aqn", step, name))
             after = _noisy(before, report.sigma, generator)
             report.add(name, after.float() - before.float(), before)
@@ -218,13 +220,17 @@ def check_report(report: NoiseReport, norms: Collection[str], tolerance: float =
     if sigma == 0:
         return
     if not report.norms:
-        raise AqnError(f"AQN: sigma is {sigma:g} but no norm got noise: none of the targets was in the push")
+        raise AqnError(f"AQN: sigma is {sigma:g}, but no norm got noise, because the push had none of the targets")
     if missing := set(norms) - report.norms:
-        raise AqnError(f"AQN: {min(missing)} should change and was not in the push ({len(missing)} such norms)")
+        raise AqnError(
+            f"AQN: {min(missing)} should get noise, but the push did not have it ({len(missing)} such norms)"
+        )
     measured = f"over {n} elements of {len(report.norms)} norms, {report.num_changed / n:.1%} of them changed"
     for what, value, needed, bound in (
         ("std", report.std, sigma, max(tolerance, 5 * report.std_error)),
         ("mean", report.mean, 0.0, max(tolerance, 5 / math.sqrt(n))),
     ):
         if not abs(value - needed) <= bound * sigma:
-            raise AqnError(f"AQN: realised {what} {value:.3g}, needed {needed:g} +- {bound * sigma:.2g}, {measured}")
+            raise AqnError(
+                f"AQN: the {what} of the noise is {value:.3g} instead of {needed:g} +- {bound * sigma:.2g}, {measured}"
+            )

@@ -79,24 +79,22 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     InputError if the folder is no run or has no such checkpoint, or if config.yaml has changed since the checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(
-            f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made (for --probes: or a PEFT adapter)"
-        )
+        raise InputError(f"{run_dir}: no config.yaml; give the folder of a run (or for --probes of a PEFT adapter)")
     path = of_last_start(run_dir, "config.yaml")  # a resume may name another folder of the same model
     cfg, folder = load_recorded(path), run_dir / "checkpoints"
     if step is None:
         found = checkpoint.latest(run_dir, say=_note, only="adapter")
         if found is None:
-            raise InputError(f"{folder}: no checkpoint whose checksums hold; needed: one that train_grpo.py finished")
+            raise InputError(f"{folder}: no checkpoint has correct checksums; give a run with a finished checkpoint")
     else:
         wanted = folder / f"step-{step:06d}"
         if not wanted.is_dir():
             there = first_names(other.name for other in folder.glob("step-*"))
-            raise InputError(f"--step {step}: no {wanted.name} in {folder}; there: {there}")
+            raise InputError(f"--step {step}: {folder} has no {wanted.name}; choose from: {there}")
         found = checkpoint.load(wanted, only="adapter")
     lines = changed_keys(found.config, to_dict(cfg))
     if changed := [line for line in lines if line.startswith(("lora.", "model.dtype", "model.quant"))]:
-        raise InputError(f"{path}: changed since {found.path.name}: {'; '.join(changed)}")
+        raise InputError(f"{path}: changed since {found.path.name} was saved: {'; '.join(changed)}")
     return cfg, found
 
 
@@ -177,7 +175,7 @@ def write_merged(
     copy_tokenizer(source, folder)
     for name, weight in huggingface.read_model(folder, arch).items():
         if not weight.isfinite().all():
-            raise InputError(f"{source}: {name}, merged, holds values that are not finite in {dtype}")
+            raise InputError(f"{source}: {name}, after merging, has values that are not finite in {dtype}")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -216,13 +214,11 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     settings = source / peft_adapters.SETTINGS
     if settings.is_file():
         if under_torchrun:
-            raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes")
+            raise InputError("--probes: found a PEFT adapter under torchrun; give a run, whose trainer can compute")
         named = peft_adapters.read_settings(source).base_model_name_or_path or "not named"
         base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
-            raise InputError(
-                f"{settings}: its base model is {named}, and {base} has no config.json; needed: --base MODEL"
-            )
+            raise InputError(f"{settings}: its base model is {named}, but {base} has no config.json; give --base MODEL")
         arch = hf_config.read(base)
         pairs = peft_adapters.read(source, arch)
     else:
@@ -266,19 +262,17 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
         if form is not None:
             if cfg.merging >= Merging.PASSES:
                 _note(
-                    "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
+                    "this run trained merged weights rounded to bf16; --merged exports these, an adapter is not rounded"
                 )
             pairs = pairs_of(modules, factors, cfg.lora.alpha)
             write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
             if cfg.model.quantisation != "none":
-                _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
+                _note(f"the adapter needs a base with {cfg.model.quantisation} experts; --merged exports both together")
         else:
             write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(of_last_start(run_dir, "config.yaml")))
             if cfg.model.dtype == "bf16" and cfg.merging < Merging.PASSES:
-                _note(
-                    "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
-                )
+                _note("this run kept factors apart from the base; merging rounds them to bf16, --adapter does not")
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
             _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")
@@ -289,24 +283,24 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=path_option, help="run folder; for --probes also a PEFT adapter")
+    parser.add_argument(
+        "run", metavar="RUN", type=path_option, help="folder of a run, or for --probes of a PEFT adapter"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument(
-        "--merged", metavar="DIR", type=path_option, help="Hugging Face model, LoRA merged into the weights"
+        "--merged", metavar="DIR", type=path_option, help="write a Hugging Face model with LoRA merged into it"
     )
-    kind.add_argument("--adapter", metavar="DIR", type=path_option, help="PEFT adapter for the base model")
-    kind.add_argument(
-        "--probes", metavar="DIR", type=path_option, help="adapters and log-probs for preflight.py --adapter"
+    kind.add_argument("--adapter", metavar="DIR", type=path_option, help="write a PEFT adapter for the base model")
+    kind.add_argument("--probes", metavar="DIR", type=path_option, help="write the probes for preflight.py --adapter")
+    parser.add_argument(
+        "--form", choices=READ_BY, default="stack", help="with --adapter: stack for transformers 5, leaf for 4"
     )
     parser.add_argument(
-        "--form", choices=READ_BY, default="stack", help="of --adapter: for transformers 5, or leaf for 4"
+        "--base", metavar="MODEL", type=text_option, help="with --probes of a PEFT adapter: its base model"
     )
+    parser.add_argument("--step", metavar="N", type=int, help="number of steps of the checkpoint (default: newest)")
     parser.add_argument(
-        "--base", metavar="MODEL", type=text_option, help="of --probes with a PEFT adapter; default: the model it names"
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
-    parser.add_argument(
-        "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
+        "--accept-changed-inputs", action="store_true", help="export even if model or data have changed since"
     )
     args = parser.parse_args(arguments)
     of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}

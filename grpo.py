@@ -40,10 +40,10 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
     if not callable(norm):
         _require("norm", norm, NORMS)
     if rewards.dim() != 2 or not rewards.numel():
-        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size), not empty")
+        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; give (prompts, group_size), not empty")
     rewards = _at_least_float32(rewards)
     if not torch.isfinite(rewards).all():
-        raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
+        raise ValueError("rewards: found NaN or infinity; give finite numbers")
     if callable(norm):
         return norm(rewards)
     if norm == "zero":
@@ -152,13 +152,13 @@ def policy_loss(
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))
     if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
+        raise ValueError(f"clip_low, clip_high: must be 0 or more, not {clip_low}, {clip_high}")
     if dual_clip and dual_clip <= 1:
-        raise ValueError(f"dual_clip: found {dual_clip}; needed: more than 1, or 0 for off")
+        raise ValueError(f"dual_clip: must be more than 1, or 0 for off, not {dual_clip}")
     _same_shape(logp=logp, old_logp=old_logp, mask=mask, weights=weights)
     rows, tokens = logp.shape
     if tuple(advantages.shape) not in (possible := ((rows,), (rows, 1), (rows, tokens))):
-        raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; needed: one of {possible}")
+        raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; give one of {possible}")
     # The mask is applied to the inputs: applied to the finished loss, 0 x NaN would still reach the gradient.
     logp, old_logp = _inside(mask, _at_least_float32(logp)), _inside(mask, _at_least_float32(old_logp).detach())
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
@@ -284,7 +284,7 @@ def aggregate_loss(
     _require("aggregate", aggregate, AGGREGATES)
     _same_shape(per_token=per_token, mask=mask)
     if aggregate == "dr-grpo" and (max_new_tokens is None or max_new_tokens < 1):
-        raise ValueError(f"max_new_tokens: found {max_new_tokens}; needed by aggregate dr-grpo: 1 or more")
+        raise ValueError(f"max_new_tokens: must be 1 or more for aggregate dr-grpo, not {max_new_tokens}")
     row_tokens = (mask != 0).sum(dim=1)  # (B,)
     row_sums = _inside(mask, _at_least_float32(per_token)).sum(dim=1)  # (B,)
     if aggregate == "token-mean":
@@ -315,9 +315,9 @@ def rollout_weights(
     """
     _require("mode", mode, WEIGHT_MODES)
     if not clip > 0:
-        raise ValueError(f"clip: found {clip}; needed: more than 0")
+        raise ValueError(f"clip: must be more than 0, not {clip}")
     if mode == "icepop" and not 0 <= low < clip:
-        raise ValueError(f"low: found {low}; needed: at least 0 and less than clip, {clip}")
+        raise ValueError(f"low: must be at least 0 and less than clip ({clip}), not {low}")
     _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
     old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
     if mode in ("none", "uncorrected"):
@@ -350,11 +350,11 @@ def _at_least_one(count: int | Tensor) -> int | Tensor:
 
 def _require(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}: found {value!r}; needed: one of {', '.join(choices)}")
+        raise ValueError(f"{name}: must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _same_shape(**tensors: Tensor | None) -> None:
     """ValueError for different shapes: a broadcast of (B, 1) to (B, T) would make a sum over tokens silently wrong."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        raise ValueError(f"found shapes {shapes}; needed: one shape (rows, tokens) for all")
+        raise ValueError(f"the shapes {shapes} differ; give all tensors one shape (rows, tokens)")

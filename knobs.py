@@ -36,7 +36,7 @@ def user_path(text: str) -> str:
     path = UserPath(os.path.expanduser(text))
     path.written = text
     if (path.startswith("~") or "$" in path) and not (os.path.exists(path) or os.path.exists(path.rpartition(":")[0])):
-        raise ValueError("a path without variables, which are not expanded here, as ~ is for a user of this machine")
+        raise ValueError("a path without shell variables (only ~ and ~USER of this machine are expanded)")
     return path
 
 
@@ -65,7 +65,7 @@ def _logged(value: Any) -> str | int:
     """Return "all" or a number of questions; raise ValueError with what is needed for all other values."""
     if value == "all" or (type(value) is int and 0 <= value <= 10**9):
         return value
-    raise ValueError("all, or a number of questions of 0 or more")
+    raise ValueError("'all' or a number of questions, 0 or more")
 
 
 Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]

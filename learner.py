@@ -370,8 +370,8 @@ class Learner:
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
             raise Tripped(
-                f"step {step + 1}: the gradient norm is {norm}; nothing of this step is saved\n"
-                "  look at: optim.lr and the checkpoint before; in bf16 also loss.aggregate and the longest completions"
+                f"step {step + 1}: the gradient norm is {norm}; this step is not saved\n"
+                "  look at: optim.lr and the last checkpoint; in bf16 also loss.aggregate and the longest completions"
             )
         optim = self.cfg.optim
         gradients = [parameter.grad for parameter in self.parameters]
@@ -422,10 +422,12 @@ class Learner:
             self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
         if tensors.keys() != needed.keys():
-            raise InputError(f"checkpoint: found {', '.join(tensors) or 'no tensors'}; needed: {', '.join(needed)}")
+            raise InputError(f"checkpoint: has {', '.join(tensors) or 'no tensors'} instead of {', '.join(needed)}")
         # scatter compares the names that end as those of the moments
         if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
-            raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
+            raise InputError(
+                f"checkpoint: optimizer: {unknown[0]} is unknown; only {' and '.join(MOMENTS)} belong there"
+            )
         for kind, ending, values in self.saved_parts():
             self.policy.load_(tensors[kind], ending, into=values)
         self.optimizer_steps = steps
@@ -456,14 +458,14 @@ class Learner:
         differences: list[str] = []
         if parallel.rank == 0 and saved is not None:
             differences = self._differences(saved, by_rank)
-        said = f"{first_three(differences)}: not what {saved.path} holds" if differences else ""
+        said = f"{first_three(differences)}: differs from {saved.path}" if differences else ""
         return parallel.gather_objects(said)[0]
 
     def _differences(self, saved: Checkpoint, by_rank: list[tuple[int, int, dict]]) -> list[str]:
         """What differs between ``saved`` and the ranks: (tensor rank, expert rank, checksum of each tensor)."""
         differences = []
         if (steps := saved.state.get("optimizer_steps")) != self.optimizer_steps:
-            differences.append(f"optimizer_steps {self.optimizer_steps} for {steps}")
+            differences.append(f"optimizer_steps {self.optimizer_steps} instead of {steps}")
         stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
         for kind, name, ending in by_rank[0][2]:
             label = f"{kind} {adapter_weights.hf_name(name, self.arch)}{ending}"

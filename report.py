@@ -59,18 +59,18 @@ def rerun_commands(record: Record, results: Path) -> str:
     """
     for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
         if not re.fullmatch(form, found):
-            raise InputError(f"record {shown(record.id)}: {what}: found {shown(found)}; needed: text like {form}")
+            raise InputError(f"record {shown(record.id)}: {what}: must match {form}, not {shown(found)}")
     try:
         words = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
-        raise InputError(f"{record.id}: command: {record.command!r} is no command line: {error}") from None
+        raise InputError(f"{record.id}: command: {record.command!r} is not a command line: {error}") from None
     folder, model = f"../rerun-{record.id}", record.config["model"]["path"]
     lines = ["set -euo pipefail", f"git worktree add --detach {folder} {record.commit}"]
     from_package = "smol_model.json" in record.inputs["model"]  # made by weights/smol_model.py
     if "tiny_model" in record.config:
         kept = records.start_weights(results, record) is not None
         write = f"{quoted(sys.executable)} report.py --results {quoted(str(results))} weights {record.id}"
-        other = "# the model was not kept: its warm start is repeated, and another processor makes other weights"
+        other = "# the model was not kept, so its warm start is repeated; another processor gives other weights"
         lines.append(f"{write} {quoted(f'{folder}/{model}')}" if kept else other)
     elif not from_package:
         lines.append(f"# put the model into {ascii(model)}, and the data where its config says")
@@ -92,7 +92,7 @@ def rerun_commands(record: Record, results: Path) -> str:
     threads = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
     lines += [
         f'PATH="$PWD/.venv/bin:$PATH"{threads} {words}',
-        f"# is it the same?  python report.py compare {record.id} {folder}/out/RUN",
+        f"# compare both:  python report.py compare {record.id} {folder}/out/RUN",
     ]
     return "\n".join(lines)
 
@@ -135,8 +135,8 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
     }
     named = ", ".join(differ)
     if allowed := [text for text, holds in reasons.items() if holds]:
-        return f"not byte-identical ({named}), which is allowed because of: {'; '.join(allowed)}", 0
-    return f"different, and it should not be: {named}; configuration, layout, versions and processor are the same", 1
+        return f"not byte-identical ({named}), which these reasons allow: {'; '.join(allowed)}", 0
+    return f"different ({named}), although configuration, layout, versions and processor are the same", 1
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons
@@ -160,7 +160,7 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
     chosen = [record for record in there if name in (record.id, record.variant)]
     if not chosen:
         known = first_names({record.variant: None for record in there})
-        raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
+        raise InputError(f"{name}: not a record, variant, finished run or folder of a sweep; the variants are: {known}")
     ids = [record.id for record in chosen]
     return steps[steps["id"].isin(ids)].assign(variant=name), {name: chosen[0]}
 
@@ -180,7 +180,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
         variants |= of_name
     base, *others = variants
     if not others:
-        raise InputError(f"compare: found {base}; needed: two different records, variants, runs, or those of a sweep")
+        raise InputError(f"compare: found only {base}; give two different records, variants or runs, or a sweep")
     if len(variants) == 2 and steps.groupby("variant")["id"].nunique().eq(1).all():
         said, code = repeat(*variants.values())
         if said:
@@ -210,14 +210,14 @@ def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], k
 
 def show(args: argparse.Namespace) -> None:
     """Print a view of a run."""
-    text = "\n".join(view(args.run, args)).strip() or "no such completion"
+    text = "\n".join(view(args.run, args)).strip() or "no completion matches"
     print(printable(text, kept="\n\t"))  # a model may write anything
 
 
 def whole_number(text: str) -> int:
     """Return a number of 0 or more; argparse prints the reason for any other text."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
     return int(text)
 
 
@@ -263,7 +263,7 @@ def changed_records(results: Path, revision: str) -> list[str]:
     if git("rev-parse", "HEAD").returncode:
         return []  # no history here
     if git("rev-parse", "--verify", "--quiet", f"{revision or 'HEAD'}^{{commit}}").returncode:
-        raise InputError(f"--against: {revision}: no such commit; needed: one of this history")
+        raise InputError(f"--against: there is no commit {revision}; give one of this history")
     is_older = RESHAPED and revision and git("merge-base", "--is-ancestor", revision, RESHAPED).returncode == 0
     since = RESHAPED if is_older else revision or "HEAD"
     lost = ["--no-renames", "--diff-filter=MDT", "--name-only", "--relative"]
@@ -277,24 +277,22 @@ def changed_records(results: Path, revision: str) -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
-    parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is stale")
+    parser.add_argument("--against", metavar="REV", default="", help="with --check: compare records with this commit")
     parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=path_option, metavar="out/RUN")
-    adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
+    adding.add_argument("--id", default="", help="name of the file (default: the name of the only run)")
     adding.set_defaults(
         act=lambda args: print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
     )
-    building = verbs.add_parser(
-        "build", help="write RESULTS.md, the pages beside it, figures, and the tree of README.md"
-    )
+    building = verbs.add_parser("build", help="write RESULTS.md, related pages, figures, and the tree of README.md")
     building.set_defaults(act=lambda args: pages.build(args.results, args.page))
     repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
     repeating.add_argument("id")
-    repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")
+    repeating.add_argument("--run", action="store_true", help="execute them and compare with the record")
     repeating.set_defaults(act=lambda args: rerun(args.results, records.load_record(args.results, args.id), args.run))
     restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
     restoring.add_argument("id")
@@ -302,28 +300,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     restoring.set_defaults(
         act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
     )
-    showing = verbs.add_parser("show", help="print how a run is going, and what its model writes")
+    showing = verbs.add_parser("show", help="print the progress of a run and completions of its model")
     showing.add_argument("run", type=path_option, metavar="out/RUN")
     showing.add_argument("--step", type=whole_number, metavar="N", help="completions of step N")
     showing.add_argument(
-        "--eval", type=whole_number, nargs="?", const=look.LAST, metavar="N", help="answers after N steps, or the last"
+        "--eval",
+        type=whole_number,
+        nargs="?",
+        const=look.LAST,
+        metavar="N",
+        help="answers after N steps (default: the last)",
     )
     showing.add_argument("--only", choices=completions.OUTCOMES, default="", help="completions with this outcome")
-    showing.add_argument("--question", default="", metavar="ID", help="this question, such as test:20, in all files")
+    showing.add_argument("--question", default="", metavar="ID", help="only this question, e.g. test:20")
     showing.add_argument(
-        "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or runs"
+        "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or two runs"
     )
-    showing.add_argument("--limit", type=whole_number, default=4, metavar="N", help="most completions of a file (4)")
+    showing.add_argument(
+        "--limit", type=whole_number, default=4, metavar="N", help="most completions per file (default: 4)"
+    )
     showing.set_defaults(act=show)
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument(
         "names", nargs="+", type=text_option, metavar="NAME", help="record, variant, run folder, or folder of a sweep"
     )
-    comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
+    comparing.add_argument(
+        "--kind", choices=comparisons.KINDS, help="outcome to compare; curve: the mean along the run"
+    )
     comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None) or (args.against and not args.check):
-        parser.error("needed: one of the commands, or --check alone, or --check --against REV")
+        parser.error("give one of the commands, or --check, or --check --against REV")
     return args
 
 
@@ -337,7 +344,7 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
         package = (error.name or "a package").split(".")[0]
         needed = "pip install --no-deps -r requirements/report.txt"
-        raise InputError(f"report.py: {package} is not installed; needed: {needed}") from None
+        raise InputError(f"report.py: {package} is not installed; install it: {needed}") from None
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def gold_answer(answer_field: str) -> str:
     _, marker, final = answer_field.rpartition("#### ")
     final = final.replace(",", "").strip()
     if not marker or not final:
-        raise ValueError(f"answer: found {answer_field[-60:]!r}; needed: '#### ' and the final number")
+        raise ValueError(f"answer: found {answer_field[-60:]!r}; write '#### ' and the final number")
     return final
 
 
@@ -69,7 +69,7 @@ def score(response: str, gold: str, method: str = "strict") -> float:
     if method == "strict":
         number = _strict_answer(f"#### {gold}")
         if number is None:
-            raise ValueError(f"gold: found {gold[-60:]!r}; needed: one number")
+            raise ValueError(f"gold: must be one number, not {gold[-60:]!r}")
         return float(found is not None and Decimal(found) == Decimal(number))
     compared = {"lm_eval_strict": _lm_eval_text, "lm_eval_flexible": _lm_eval_text, "base_acc": _boxed_value}
     value = compared.get(method, str)
@@ -103,7 +103,7 @@ def extract(response: str, method: str = "strict") -> str | None:
         complete = boxes(response)
         return complete[-1].content if complete else None
     if method not in METHODS:
-        raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
+        raise ValueError(f"method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     pattern, part, which, without_commas = SEARCHES[method]
     found = pattern.findall(response[part])
     if not found:

@@ -55,22 +55,22 @@ FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that another 
 
 class Variant(Part):
     overrides: list[str] = Field([], description="section.key=value")
-    fault: str = Field("", description="of checks/planted_fault.py: train with this fault, as a control")
+    fault: str = Field("", description="train with this fault of checks/planted_fault.py, as a control")
 
 
 class Sweep(Part):
     """A file of configs/sweeps/."""
 
     config: OnePath = Field(description="the configuration of all jobs, before overrides")
-    processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks of a job")
+    processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks per job")
     seeds: list[int] = Field(min_length=1, max_length=1000)
     each_seed: list[str] = Field(["train.seed={seed}"], description="{seed} is replaced")
     overrides: list[str] = Field([], description="of all jobs")
     variants: dict[str, Variant] = Field(min_length=1, description="name -> its overrides")
     resources: dict[str, NonNegativeInt] = Field(
-        description="what Ray reserves for a job: CPU, GPU, or other names such as NPU"
+        description="numbers that Ray reserves per job: CPU, GPU, or other names such as NPU"
     )
-    retries: int = Field(1, ge=0, le=100, description="how often a failed job is started again")
+    retries: int = Field(1, ge=0, le=100, description="number of times that a failed job is started again")
 
 
 class Job(NamedTuple):
@@ -107,7 +107,7 @@ def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
     """
     sweep = validated(Sweep, read_file(path), path)
     if len(set(sweep.seeds)) < len(sweep.seeds):
-        raise InputError(f"{path}: seeds: found {shown(sweep.seeds)}; needed: each seed once, a run of its own")
+        raise InputError(f"{path}: seeds: found {shown(sweep.seeds)}; give each seed only once")
     jobs = []
     for seed in sweep.seeds:
         for name, variant in sweep.variants.items():
@@ -126,9 +126,9 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
     overrides = [f"name={name}", *sweep.overrides, *variant.overrides, *of_seed, *extra]
     cfg = load_config(ROOT / sweep.config, overrides)
     if cfg.name != name:  # two jobs of one name would write, and resume, each other's runs
-        raise InputError(f"override name: found {cfg.name}; needed: none, because a sweep names its jobs")
+        raise InputError(f"override name: found {cfg.name}; remove it, because a sweep names its jobs")
     if cfg.train.seed != seed:  # the name says the seed, and a record must have that one
-        raise InputError(f"train.seed: found {cfg.train.seed}; needed: {seed} (each_seed: train.seed={{seed}})")
+        raise InputError(f"train.seed: must be {seed}, not {cfg.train.seed}; add train.seed={{seed}} to each_seed")
     return Job(name, cfg, [*script, sweep.config, *overrides], sweep.processes)
 
 
@@ -146,7 +146,7 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
     try:
         lock = lock_file(folder / f"{job.name}.lock")
     except BlockingIOError:  # another sweep, or a torchrun that outlived its sweep
-        return "failed: another process trains it; start the sweep again when that has ended"
+        return "failed: another process is training it; start the sweep again when that process has ended"
     with lock:
         for _ in range(1 + retries):
             if stop.is_set() or job.look()[1]:
@@ -231,15 +231,17 @@ def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
     try:
         import ray
     except ImportError:
-        raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
+        raise InputError(f"sweep: ray is not installed; install it (pip install {RAY}), or use --local") from None
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception
-        raise InputError(f"--address: found {shown(address)}: Ray does not start: {one_line(error)}") from None
+        raise InputError(f"--address: Ray does not start with {shown(address)}: {one_line(error)}") from None
     there = ray.cluster_resources()
     for name, number in resources.items():
         if there.get(name, 0) < number:
-            raise InputError(f"resources.{name}: {number} a job; Ray reports {there.get(name, 0):g} in all")
+            raise InputError(
+                f"resources.{name}: a job needs {number}, but Ray reports only {there.get(name, 0):g} in all"
+            )
     others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
     options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
     tasks = []
@@ -306,13 +308,13 @@ def main(arguments: list[str]) -> int:
     """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 128 + a signal"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for all jobs")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--local", action="store_true", help="without Ray; jobs that reserve nothing but CPUs run side by side"
+        "--local", action="store_true", help="run without Ray; jobs that reserve only CPUs run side by side"
     )
-    where.add_argument("--address", help="address of a Ray cluster; by default a local Ray is started")
-    parser.add_argument("--list", action="store_true", help="print the steps of the jobs and start nothing")
+    where.add_argument("--address", help="address of a Ray cluster (default: start a local Ray)")
+    parser.add_argument("--list", action="store_true", help="print the steps of each job and start nothing")
     args = parser.parse_intermixed_args(arguments)
     sweep, jobs = read_sweep(args.sweep, args.overrides)
     if args.list:
@@ -328,7 +330,7 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt as interrupted:
             for number in ending_signals():  # a second one must not end the wait; a job must not inherit SIG_IGN
                 signal.signal(number, lambda number, frame: None)
-            print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
+            print("interrupted; waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
             return 128 + interrupted.args[0]
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished; {folder}/sweep.json")
     for name, said in failed.items():

@@ -208,9 +208,9 @@ class Push:
             gap = self.probe.gap(probe)
             if not gap <= bound:
                 raise Tripped(
-                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
-                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
-                    "pushed) or rollout.enforce_eager=true agrees"
+                    f"checks.logp_gap: after {push}, the log-probs of sampler and trainer on the probe differ by "
+                    f"{gap:.2g} nats per token; at most {bound:g} is allowed\n  look at: whether they agree with "
+                    "rollout.expert_parallel=false (which pushes whole tensors) or rollout.enforce_eager=true"
                 )
             self.clean()
 
@@ -295,7 +295,7 @@ class Push:
             load(*what)
         except InputError as error:
             raise Tripped(
-                f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
+                f"the push to the sampler failed: {error}\n  look at: optim.lr and the gradient norms of the last steps"
             ) from None
 
     def _summed(self, stream: Stream, sums: list[Tensor], targets: dict[str, Tensor]) -> Stream:

@@ -48,7 +48,7 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
     if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
         idle["data.num_train"] = "it counts the questions of another data.source"
     unread = [key for key in idle if key in flatten(tree)]
-    notes += [f"{key}: not read, {idle[key]}" for key in unread]
+    notes += [f"{key}: has no effect because {idle[key]}" for key in unread]
     cfg = _typed(_without(tree, unread), "")
     if found := unknown_checks(cfg.checks) + problems(cfg, layout=layout):
         raise InputError("; ".join(found))
@@ -69,7 +69,7 @@ def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], l
         if key.endswith(":"):
             continue
         if key in given:
-            notes.append(f"{key}: given twice on the command line, the last one counts")
+            notes.append(f"{key}: given twice on the command line; the last value counts")
         given |= {key, ".".join(key.split(".")[:2])}
     return tree, given, notes
 
@@ -89,8 +89,8 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
     wants_tiny_model = any(key.startswith("tiny_model.") for key in given)
     if tiny is not None and not wants_tiny_model and not Path(path).exists():
         raise InputError(
-            f"override model.path: there is no {path}; needed: the folder of a model (and tiny_model=null), "
-            f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={tiny.seed}"
+            f"override model.path: {path} does not exist; give the folder of a model together with tiny_model=null, or "
+            f"create a tiny model there by also setting one of its keys, e.g. tiny_model.seed={tiny.seed}"
         )
 
 
@@ -143,7 +143,7 @@ def text_option(text: str) -> str:
     try:
         return user_path(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: {error}") from None
+        raise argparse.ArgumentTypeError(f"must be {error}, not {shown(text)}") from None
 
 
 def path_option(text: str) -> Path:
@@ -164,7 +164,7 @@ def _with(tree: dict, key: str, value: Any) -> dict:
     section, dot, name = key.partition(".")
     if not dot:
         if key in _sections() and not (key == "tiny_model" and value is None):
-            raise InputError(f"override {key}: this is a section; expected {key}.key=value")
+            raise InputError(f"override {key}: is a section, not a key; write {key}.key=value")
         return tree | {key: value}
     before = tree[section] if isinstance(tree.get(section), dict) else {}
     option, dot, member = name.partition(".")
@@ -177,7 +177,9 @@ def _with(tree: dict, key: str, value: Any) -> dict:
 
 def _refuse_idle(keys: Iterable[str], idle: dict[str, str], where: str) -> None:
     """InputError for those of ``keys`` that are ``idle``, each with its reason."""
-    if unread := [f"{where}{key}: not read, {reason}" for key, reason in idle.items() if key in keys]:
+    if unread := [
+        f"{where}{key}: has no effect because {reason}; remove it" for key, reason in idle.items() if key in keys
+    ]:
         raise InputError("; ".join(unread))
 
 
@@ -187,16 +189,16 @@ NEEDED = {
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text (in quotes, if it looks like something else)",
-    "string_too_short": "text",
+    "string_type": "text (in quotes if YAML would read it as another type)",
+    "string_too_short": "text that is not empty",
     "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text like {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "dict_type": "{{NAME: VALUE, ...}}",
     "literal_error": "{expected}",
     "value_error": "{error}",
-    "tuple_type": "a list: [a, b]",
-    "too_short": "a list of {min_length} or more",
-    "too_long": "a list of at most {max_length}",
+    "tuple_type": "a list such as [a, b]",
+    "too_short": "a list of {min_length} or more values",
+    "too_long": "a list of at most {max_length} values",
     "model_type": "a mapping of keys",
     "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
@@ -235,20 +237,20 @@ def _sentence(fault: Any) -> str:
     section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REPLACED:
-        return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
+        return f"{key}: removed in version 0.2.0; {REPLACED[key]}"
     if key in REMOVED:
         planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)
-        return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}{planted}; needed: leave it out"
+        return f"{key}: removed in version 0.2.0 and now always {REMOVED[key]}{planted}; remove it"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":
         *outer, name = (part for part in where if isinstance(part, str))  # without the place in a list
         fields = (_sections()[".".join(outer)] if outer else Config).model_fields
-        return f"{key}: missing; needed: {fields[name].description}"
+        return f"{key}: missing; set it ({fields[name].description})"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     if fault.get("ctx", {}).get("pattern") == FUNCTION:
         needed = "FILE.py:NAME"
-    return f"{key}: expected {needed}{or_function}, found {shown(fault['input'])}"
+    return f"{key}: must be {needed}{or_function}, not {shown(fault['input'])}"
 
 
 def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type[Section]]:
@@ -265,7 +267,8 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
 def unknown_checks(checks: ChecksConfig) -> list[str]:
     """A message for each name in checks.warn and checks.off that no check of run/tripwires.py has."""
     return [
-        f"checks.warn, checks.off: {name!r} is no check; nearest: {difflib.get_close_matches(name, CHECKS, 1, 0)[0]}"
+        f"checks.warn, checks.off: there is no check {name!r}; "
+        f"did you mean {difflib.get_close_matches(name, CHECKS, 1, 0)[0]}?"
         for name in (*checks.warn, *checks.off)
         if name not in CHECKS
     ]
@@ -278,7 +281,7 @@ def _suggestion(name: str, section: str) -> str:
         return f"did you mean {' or '.join(elsewhere)}?"
     known = list((sections[section] if section else Config).model_fields)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
 
 
 # ------------------------------------------------------------------------------------------------- the run's own record
@@ -305,11 +308,11 @@ REMOVED = {
 
 # Keys that others have replaced: what to write instead.
 REPLACED = {
-    "train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false",
-    "rollout.ranks": "leave it out, because every rank trains and samples (rollout.staleness=1 still samples with the "
+    "train.tensorboard": "write train.trackers: [tensorboard] for true, or remove it for false",
+    "rollout.ranks": "remove it, because every rank trains and samples (rollout.staleness=1 still samples with the "
     "policy of one step ago, which shows what sampling ahead costs in learning)",
 } | {
-    f"checks.{name}": f"{name} in the list checks.warn or checks.off, or in neither: then it stops the run"
+    f"checks.{name}": f"list {name} in checks.warn or checks.off, or in neither to let it stop the run"
     for name in CHECKS
 }
 

@@ -100,7 +100,7 @@ def report(message: str, late: bool = False) -> None:
 def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
     """InputError if the file only names the content that a version control system keeps elsewhere."""
     if file.peek(max(map(len, POINTERS))).startswith(POINTERS):
-        raise InputError(f"{path}: found a pointer of Git LFS, not the file itself; needed: the file (git lfs pull)")
+        raise InputError(f"{path}: is a pointer of Git LFS, not the file itself; download the file (git lfs pull)")
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def read_text(path: str | Path) -> str:
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8") from None
 
 
 def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{shown(key)} is there twice")
+            raise ValueError(f"{shown(key)} occurs twice")
         found[key] = value
     return found
 
@@ -154,9 +154,9 @@ def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise InputError(f"{path}: must be a JSON object, not {type(content).__name__}")
     if missing := [key for key in keys if key not in content]:
-        raise InputError(f"{path}: expected an object with {', '.join(keys)}; {missing[0]} is missing")
+        raise InputError(f"{path}: {missing[0]} is missing; give an object with {', '.join(keys)}")
     return content
 
 
@@ -198,7 +198,9 @@ def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (OSError, *others) as error:  # type: ignore[misc]  # mypy does not follow the star
-        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
+        raise InputError(
+            f"{where}: cannot be written: {one_line(error)}; choose a writable folder with enough space"
+        ) from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -214,7 +216,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def refuse_used(folder: Path) -> None:
     """InputError unless ``folder`` is an empty folder, or not there."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"{folder}: already there and not an empty directory; needed: a new one")
+        raise InputError(f"{folder}: already exists and is not an empty directory; choose a new one")
 
 
 @contextlib.contextmanager
@@ -256,7 +258,8 @@ def variable(name: str, default: int, low: int, high: int) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
         raise InputError(
-            f"the environment's {name}: found {shown(text)}; needed: a whole number from {low} to {high}, or none"
+            f"the environment's {name}: must be a whole number from {low} to {high}, not {shown(text)}; correct or "
+            "unset it"
         )
     return int(text)
 
@@ -319,7 +322,7 @@ def read_file(path: str | Path) -> dict:
     """The mapping in the YAML file at ``path``; its keys and values are not checked."""
     tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: expected a mapping of sections, found {shown(tree)}")
+        raise InputError(f"{path}: must be a mapping of sections, not {shown(tree)}")
     return tree
 
 
@@ -327,9 +330,9 @@ def parse_override(item: str) -> tuple[str, Any]:
     """`section.key=value` -> (dotted key, value read as YAML)."""
     key, equals, text = item.partition("=")
     if not equals or not key or key.startswith("-") or not key.isprintable():
-        raise InputError(f"override {shown(item)}: expected section.key=value")
+        raise InputError(f"override {shown(item)}: not an override; write section.key=value")
     if " #" in text and text.lstrip()[:1] not in ("'", '"'):
-        raise InputError(f"override {key}: YAML would drop what follows ' #' as a comment; put the value in quotes")
+        raise InputError(f"override {key}: YAML would drop the text after ' #' as a comment; put the value in quotes")
     return key, parse_yaml(text, f"override {key}") if text.strip() else ""
 
 

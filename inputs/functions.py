@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from knobs import LossConfig, RewardConfig, RolloutConfig
 
-NEEDED = "needed: FILE.py:NAME, a Python file and a function in it"
+NEEDED = "give FILE.py:NAME, a Python file and a function in it"
 
 
 def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
     file, _, name = named.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"{key}: {file}: no such file; {NEEDED}")
+        raise InputError(f"{key}: {file} does not exist; {NEEDED}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that no file of it takes the place of another module
@@ -50,11 +50,11 @@ def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         defined = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise InputError(f"{key}: {path} has no function {name}; found {', '.join(defined) or 'none'}")
+        raise InputError(f"{key}: {path} has no function {name}; its functions are: {', '.join(defined) or 'none'}")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise InputError(f"{key}: {named}: {error}; needed: {name}({', '.join(arguments)})") from None
+        raise InputError(f"{key}: {named}: {error}; define it as {name}({', '.join(arguments)})") from None
     return function
 
 
@@ -183,7 +183,7 @@ def compare_orders(loss: LossConfig) -> None:
 def _require(alike: bool, key: str, named: str) -> None:
     if not alike:
         raise InputError(
-            f"{key}: {named} depends on the order of its rows, or on chance; needed: the same result for each row in "
+            f"{key}: {named} depends on the order of its rows, or on chance; return the same result for each row in "
             "any order"
         )
 
@@ -196,15 +196,15 @@ def _shape(result: Any) -> tuple[int, ...] | str:
 def _check_advantages(rewards: Tensor, result: Any) -> str:
     found = _shape(result)
     if found != tuple(rewards.shape):
-        return f"{found}; needed: a tensor of shape {tuple(rewards.shape)}"
-    return "" if result.isfinite().all() else "NaN or infinity; needed: finite numbers"
+        return f"{found} for the advantages; return a tensor of shape {tuple(rewards.shape)}"
+    return "" if result.isfinite().all() else "NaN or infinity; return finite numbers"
 
 
 def _check_losses(inputs: Any, result: Any) -> str:
     shape = tuple(inputs.logp.shape)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        return f"{_shape(result)}; needed: the losses {shape}, and a dictionary of what is measured {shape}"
+        return f"{_shape(result)}; return the losses {shape} and a dictionary of metrics {shape}"
     for name, found in {"the losses": result[0], **result[1]}.items():
         if _shape(found) != shape:
-            return f"for {name} {_shape(found)}; needed: shape {shape}"
+            return f"{_shape(found)} for {name}; return a tensor of shape {shape}"
     return ""

@@ -42,7 +42,7 @@ def _config_json(model_dir: str | Path) -> tuple[dict, str]:
     """The decoded config.json of ``model_dir``, and its path."""
     path = Path(model_dir) / "config.json"
     if not path.exists():
-        raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory")
+        raise InputError(f"model.path: {model_dir} has no config.json; give the folder of a Hugging Face model")
     return read_object(path), str(path)
 
 
@@ -66,10 +66,10 @@ class Raw(NamedTuple):
         number = kind in (int, float)
         self.refuse_if(
             (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind,
-            f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}",
+            f"{key}: must be a {'positive ' * number}{kind.__name__}, not {shown(value)}",
         )
         most = MOST.get(key, MOST_SIZE)
-        self.refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
+        self.refuse_if(kind is int and value > most, f"{key}: must be at most {most}, not {shown(value)}")
         return value
 
 
@@ -79,7 +79,7 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
     supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
     raw.refuse_if(
         values.get("model_type") not in supported,
-        f"model_type {shown(values.get('model_type'))} is not supported; supported: {', '.join(supported)}",
+        f"model_type {shown(values.get('model_type'))} is not supported; use one of {', '.join(supported)}",
     )
     family = FAMILIES[values["model_type"]]
     _refuse_unsupported(raw, family)
@@ -91,7 +91,7 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
         heads % kv_heads > 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     )
     head_dim = raw.need("head_dim", int, hidden // heads)
-    raw.refuse_if(head_dim % 2 > 0, f"head_dim: found {head_dim}; needed: an even number, for RoPE")
+    raw.refuse_if(head_dim % 2 > 0, f"head_dim: must be even for RoPE, not {head_dim}")
     top_k, normalised = raw.need("num_experts_per_tok"), raw.need("norm_topk_prob", bool, False)
     raw.refuse_if(top_k > num_experts, f"num_experts_per_tok {top_k} exceeds num_experts {num_experts}")
     # The softmax over one chosen expert is always 1: the router could not learn, and Megatron refuses it.
@@ -127,7 +127,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
     quantised = raw.values.get("quantization_config")
     raw.refuse_if(
         quantised is not None,
-        f"quantization_config: found {shown(quantised)}, a quantised checkpoint; needed: one in bf16, fp16 or fp32 "
+        f"quantization_config: found {shown(quantised)}, a quantised checkpoint; use one in bf16, fp16 or fp32 "
         "(model.quantisation int4 quantises its experts on loading)",
     )
     for layer_type in raw.need("layer_types", list, []):
@@ -145,9 +145,9 @@ def _rope_theta(raw: Raw) -> float:
     outside = raw.values.get("rope_theta", rope.get("rope_theta", 10000.0))
     theta = rope.pop("rope_theta", outside)
     number = isinstance(theta, int | float) and not isinstance(theta, bool)
-    raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: expected a positive number, found {shown(theta)}")
-    raw.refuse_if(theta != outside, f"rope_theta: found {shown(outside)}, and {shown(theta)} in rope_parameters")
-    raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} not supported")
+    raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: must be a positive number, not {shown(theta)}")
+    raw.refuse_if(theta != outside, f"rope_theta: is {shown(outside)}, but {shown(theta)} in rope_parameters")
+    raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} cannot be used")
     return float(theta)
 
 
@@ -158,7 +158,7 @@ def _num_experts(raw: Raw, num_layers: int) -> int:
     raw.refuse_if(other != num_experts, f"num_local_experts {num_experts} and num_experts {shown(other)} differ")
     raw.refuse_if(
         num_layers * num_experts > MOST_MATRICES,
-        f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}",
+        f"{num_layers} layers of {num_experts} experts have more than {MOST_MATRICES} experts in all",
     )
     return num_experts
 
@@ -169,7 +169,7 @@ def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
     for layer in dense:
         raw.refuse_if(
             layer not in range(num_layers),
-            f"mlp_only_layers: found {shown(layer)}; needed: layers from 0 to {num_layers - 1}",
+            f"mlp_only_layers: there is no layer {shown(layer)}; list layers from 0 to {num_layers - 1}",
         )
     return tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers))
 

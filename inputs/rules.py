@@ -38,8 +38,8 @@ LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-STREAMED = "(or rollout.expert_parallel false, which pushes whole tensors)"
-ENGINE_TORCH = "(or rollout.engine torch)"
+STREAMED = "or set rollout.expert_parallel to false, which pushes whole tensors"
+ENGINE_TORCH = "or set rollout.engine to torch"
 
 
 def problems(
@@ -86,27 +86,28 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
      "tiny_model.teacher_wrong_operation"),
     (lambda c: c.data.source == "arithmetic", "data.source is arithmetic", "data.train_path data.test_path"),
     (lambda c: c.data.source != "file", "data.source is not file", "data.columns"),
-    (lambda c: c.data.source != "arithmetic", "data.source is a file", "data.num_test data.seed"),
+    (lambda c: c.data.source != "arithmetic", "data.source reads files", "data.num_test data.seed"),
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c.tiny_model), "data.source is not arithmetic",
      "data.operand_high data.operations_high"),
     (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
-    (lambda c: not c.rollout.environment, "rollout.environment is not given",
+    (lambda c: not c.rollout.environment, "rollout.environment is not set",
      "rollout.stop rollout.max_turns rollout.environment_role rollout.environment_seconds"),
-    (lambda c: bool(c.reward.function), "reward.function scores", "reward.method"),
-    (lambda c: not c.reward.function and c.reward.method != "math", "reward.method needs no worker", "reward.seconds"),
+    (lambda c: bool(c.reward.function), "reward.function scores instead", "reward.method"),
+    (lambda c: not c.reward.function and c.reward.method != "math", "reward.method has no limit", "reward.seconds"),
     (lambda c: c.loss.kind in ("gspo", "cispo", "dppo_tv"), "loss.kind is not ppo", "loss.dual_clip"),
     (lambda c: c.loss.kl == "none", "loss.kl is none", "loss.kl_coef"),
-    (lambda c: not c.loss.teacher, "there is no loss.teacher", "loss.teacher_coef"),
+    (lambda c: not c.loss.teacher, "loss.teacher is not set", "loss.teacher_coef"),
     (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected", "loss.importance_clip"),
     (lambda c: c.loss.importance != "icepop", "loss.importance is not icepop", "loss.importance_low"),
     (lambda c: c.aqn.schedule == "off", "aqn.schedule is off", "aqn.sigma_start aqn.targets"),
-    (lambda c: not c.aqn.falls, "aqn.schedule has one sigma", "aqn.sigma_end aqn.num_stages"),
+    (lambda c: not c.aqn.falls, "aqn.schedule does not change sigma", "aqn.sigma_end aqn.num_stages"),
     (lambda c: "logp_gap" in c.checks.off or c.model.dtype != "bf16",
      "logp_gap is in checks.off, or model.dtype is not bf16", "checks.logp_gap_bf16"),
-    (lambda c: c.eval.samples == 0, "eval.samples is 0: greedy answers only", "eval.temperature"),
-    (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0: one checkpoint", "train.keep_last"),
+    (lambda c: c.eval.samples == 0, "eval.samples is 0, so all answers are greedy", "eval.temperature"),
+    (lambda c: c.train.checkpoint_every == 0, "train.checkpoint_every is 0, so one checkpoint is saved",
+     "train.keep_last"),
 )  # fmt: skip
 
 
@@ -136,11 +137,11 @@ def divisors(number: int) -> list[int]:
 def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
     """With rollout.expert_parallel vLLM's shards are those of the trainer. ``device``: as the key, or resolved."""
     if rollout.expert_parallel and device in ("cpu", "cuda"):
-        yield f"rollout.expert_parallel: device {device} packs vLLM's weights; needed: npu {STREAMED}"
+        yield f"rollout.expert_parallel: vLLM packs its weights on device {device}; use npu, {STREAMED}"
     if rollout.expert_parallel and rollout.tensor != parallel.tensor:
         yield (
-            f"rollout.tensor: {rollout.tensor} with rollout.expert_parallel splits attention differently than "
-            f"parallel.tensor {parallel.tensor}; needed: the same {STREAMED}"
+            f"rollout.tensor: {rollout.tensor} splits attention differently than parallel.tensor {parallel.tensor}, "
+            f"but rollout.expert_parallel needs equal shards; set both to the same number, {STREAMED}"
         )
 
 
@@ -150,14 +151,14 @@ def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) ->
         working = divisors(rollout.prompts_per_step)
         yield (
             f"optim.prompts_per_update: {optim.prompts_per_update} does not divide rollout.prompts_per_step "
-            f"{rollout.prompts_per_step}; nearest: {nearest(optim.prompts_per_update, working)}"
+            f"({rollout.prompts_per_step}); the nearest values that do: {nearest(optim.prompts_per_update, working)}"
         )
     row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
     if row_tokens > optim.tokens_per_micro_batch:
         yield (
-            f"optim.tokens_per_micro_batch: {optim.tokens_per_micro_batch} cannot hold one row of "
-            f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{rollout.max_new_tokens} = {row_tokens} tokens"
+            f"optim.tokens_per_micro_batch: {optim.tokens_per_micro_batch} is less than the longest row, {row_tokens} "
+            f"tokens (data.max_prompt_tokens {data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}); set it to at least {row_tokens}"
         )
 
 
@@ -166,20 +167,20 @@ def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, a
     for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": evaluation.temperature}.items():
         if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             yield (
-                f"{key}: {value} is for rollout.engine torch; vllm needs {LOWEST_TEMPERATURE:g} to "
+                f"{key}: {value} works only with rollout.engine torch; for vllm, set {LOWEST_TEMPERATURE:g} to "
                 f"{HIGHEST_TEMPERATURE:g}"
             )
     if not apart:
         return
     if rollout.expert_parallel:
-        yield "rollout.sync: adapter cannot go with rollout.expert_parallel, which writes merged shards; needed: merged"
+        yield "rollout.sync: adapter conflicts with rollout.expert_parallel, which writes merged shards; set merged"
     if "router" in lora.targets:  # vLLM would compute the router's logits in model.dtype, the trainer has them in fp32
-        yield "lora.targets: router cannot go with rollout.sync adapter; needed: merged, or targets without it"
+        yield "lora.targets: router conflicts with rollout.sync adapter; set merged, or remove router"
     if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern: every pair has one alpha / rank
-        yield f"lora.expert_rank: {lora.expert_rank} cannot go with rollout.sync adapter; needed: 0 or {lora.rank}"
+        yield f"lora.expert_rank: {lora.expert_rank} conflicts with rollout.sync adapter; set 0 or {lora.rank}"
     if lora.rank > LARGEST_ADAPTER_RANK:
         yield (
-            f"lora.rank: {lora.rank} is more than vLLM accepts under rollout.sync adapter; needed: at most "
+            f"lora.rank: {lora.rank} is more than vLLM accepts with rollout.sync adapter; set at most "
             f"{LARGEST_ADAPTER_RANK}"
         )
 
@@ -189,13 +190,13 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
     if data.source != "arithmetic":
         for key, path in {"train_path": data.train_path, "test_path": data.test_path}.items():
             if not path:
-                yield f"data.{key}: missing; data.source {data.source} needs a .jsonl, .json or .parquet file"
+                yield f"data.{key}: missing; give a .jsonl, .json or .parquet file for data.source {data.source}"
     if data.columns.keys() != {"question", "answer"} or not all(data.columns.values()):
-        yield f"data.columns: found {data.columns}; needed: {{question: NAME, answer: NAME}}"
+        yield f"data.columns: must be {{question: NAME, answer: NAME}}, not {data.columns}"
     sets = evaluation.sets.items()
     unusable = [f"{name}: {shown(path)}" for name, path in sets if not (path and NAME.fullmatch(name))]
     if unusable:
-        yield f"eval.sets: found {', '.join(unusable)}; needed: names of letters, digits, . _ and -, each with a file"
+        yield f"eval.sets: found {', '.join(unusable)}; use names of letters, digits, . _ and -, each with a file"
     count = data.num_train
     if data.source == "arithmetic":
         count = data.num_train or GENERATED
@@ -208,22 +209,22 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
 def _loss(loss: LossConfig) -> Iterator[str]:
     """Yield what the terms of the loss cannot be."""
     if loss.kl != "none" and loss.kl_coef == 0:
-        yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; use loss.kl: none"
+        yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; set loss.kl to none"
     if 0 < loss.dual_clip <= 1:
-        yield f"loss.dual_clip: {loss.dual_clip} would cut unclipped tokens too; needed: more than 1, or 0 for off"
+        yield f"loss.dual_clip: {loss.dual_clip} would also cut unclipped tokens; set more than 1, or 0 for off"
 
 
 def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Yield why the correction for the policy that samples does not fit it."""
     if loss.importance == "icepop" and loss.importance_low >= loss.importance_clip:
-        yield f"loss.importance_low: {loss.importance_low} is not below loss.importance_clip {loss.importance_clip}"
+        yield f"loss.importance_low: {loss.importance_low} must be below loss.importance_clip {loss.importance_clip}"
     if rollout.staleness > 0 and loss.importance == "none":
         yield (
-            f"rollout.staleness: {rollout.staleness} trains on samples of an older policy; needed: a loss.importance, "
-            "which corrects for it, or loss.importance uncorrected"
+            f"rollout.staleness: {rollout.staleness} trains on samples of an older policy; to correct for this, set "
+            "loss.importance to token, sequence, icepop or mis (or to uncorrected, for no correction)"
         )
     if rollout.staleness == 0 and loss.importance == "uncorrected":
-        yield "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
+        yield "loss.importance: uncorrected is only for rollout.staleness above 0; set none"
 
 
 def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -239,44 +240,44 @@ def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: Paralle
         return
     if not reward.function and reward.method.endswith("flexible"):
         yield (
-            f"reward.method: {reward.method} takes the last number, which with rollout.environment may be the "
-            "environment's; needed: a form that the policy writes itself (strict, math), or a reward.function"
+            f"reward.method: {reward.method} reads the last number, which rollout.environment may have written; set a "
+            "method that reads a form which only the policy writes (strict, math), or a reward.function"
         )
     if reward.overlong is not None:
-        yield "reward.overlong: it would count the environment's tokens; needed: none with rollout.environment"
+        yield "reward.overlong: it would count the environment's tokens; remove it, or rollout.environment"
     longest = rollout.environment_seconds * rollout.max_turns
     if longest >= parallel.timeout_seconds:
         yield (
             f"rollout.environment_seconds: {rollout.environment_seconds:g} x rollout.max_turns {rollout.max_turns} = "
-            f"{longest:g} s, while other ranks wait at most parallel.timeout_seconds {parallel.timeout_seconds}; "
-            "needed: a smaller product"
+            f"{longest:g} s, but other ranks wait at most parallel.timeout_seconds {parallel.timeout_seconds}; "
+            "lower one of the two"
         )
 
 
 def _teacher(loss: LossConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
     if loss.advantage == "zero" and not loss.teacher:
-        yield "loss.advantage: zero teaches nothing by itself; set a loss.teacher, or another advantage"
+        yield "loss.advantage: zero teaches nothing by itself; set loss.teacher or another advantage"
     if loss.advantage == "zero" and rollout.dynamic_rounds:
         yield "rollout.dynamic_rounds: with loss.advantage zero, groups of equal reward teach as much as others; set 0"
     if loss.teacher and loss.skip_equal_groups:
         yield "loss.skip_equal_groups: groups of equal reward still learn from loss.teacher; set false"
     if loss.teacher and reward.permute:
-        yield "reward.permute: accuracy rises by loss.teacher although rewards are shuffled; remove one of the two"
+        yield "reward.permute: loss.teacher can raise accuracy although rewards are shuffled; remove one of the two"
 
 
 def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None) -> Iterator[str]:
     late = [step for step in train.profile_steps if step > train.steps]
     if late:
-        yield f"train.profile_steps: found {late}; needed: 1 to train.steps, which is {train.steps}"
+        yield f"train.profile_steps: found {late}; list steps from 1 to train.steps, which is {train.steps}"
     if aqn.falls and (aqn.num_stages < 2 or train.steps < 2):
         yield (
-            f"aqn.num_stages: {aqn.num_stages} over {train.steps} steps has no noisy stage under {aqn.schedule}; "
-            "needed: 2 or more of both, or schedule constant"
+            f"aqn.num_stages: {aqn.num_stages} over {train.steps} steps has no noisy stage with {aqn.schedule}; "
+            "set at least 2 stages and 2 steps, or schedule constant"
         )
     if tiny is not None and tiny.teacher_right + tiny.teacher_wrong_operation > 1 + 1e-9:
         yield (
             f"tiny_model.teacher_right: {tiny.teacher_right} + teacher_wrong_operation "
-            f"{tiny.teacher_wrong_operation} exceeds 1"
+            f"{tiny.teacher_wrong_operation} exceeds 1; lower one of them"
         )
 
 
@@ -318,11 +319,11 @@ def _model(
     row_tokens = data.max_prompt_tokens + rollout.max_new_tokens
     if row_tokens > arch.max_positions:
         yield (
-            f"data.max_prompt_tokens: {data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{rollout.max_new_tokens} = {row_tokens} exceeds the model's {arch.max_positions} positions"
+            f"data.max_prompt_tokens: {data.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens} = "
+            f"{row_tokens} exceeds the model's {arch.max_positions} positions; lower one of them"
         )
     if replay.mode != "off" and (arch.num_experts > 256 or not any(arch.moe_layers)):
-        yield f"replay.mode: {replay.mode} needs MoE layers of at most 256 experts"
+        yield f"replay.mode: {replay.mode} needs MoE layers of at most 256 experts; set off"
 
 
 def _shared_shards(
@@ -333,24 +334,25 @@ def _shared_shards(
         sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
         yield (
             f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {ranks} ranks; "
-            f"nearest: {nearest(ranks, sizes)} ranks {STREAMED}"
+            f"start one of the nearest numbers of ranks that work ({nearest(ranks, sizes)}), {STREAMED}"
         )
     elif parallel.expert != ranks:
         yield (
-            f"parallel.expert: {parallel.expert}, while rollout.expert_parallel spreads vLLM's experts over all "
-            f"{ranks} ranks; needed: {ranks} {STREAMED}"
+            f"parallel.expert: {parallel.expert}, but rollout.expert_parallel spreads vLLM's experts over all "
+            f"{ranks} ranks; set it to {ranks}, {STREAMED}"
         )
     if arch.vocab_size % VOCABULARY_BLOCK:
         yield (
             f"rollout.expert_parallel: vLLM pads a vocabulary of {arch.vocab_size} to a multiple of "
-            f"{VOCABULARY_BLOCK} before it splits it, the trainer does not; needed: a multiple {STREAMED}"
+            f"{VOCABULARY_BLOCK} before it splits it, but the trainer does not; use a model whose vocabulary is "
+            f"a multiple, {STREAMED}"
         )
     # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
     if replay.mode == "r3" and rollout.tensor == ranks > 1:
         yield (
-            f"replay.mode: r3, but with rollout.expert_parallel the {ranks} ranks of a single replica split the "
-            "tokens, and vllm-ascend records the routes of one rank's share; needed: r2, a rollout.tensor below the "
-            f"{ranks} ranks {STREAMED}"
+            f"replay.mode: r3 would lack routes: with rollout.expert_parallel the {ranks} ranks of a single replica "
+            "split the tokens, and vllm-ascend records the routes of one rank's share; set r2, lower rollout.tensor "
+            f"below the {ranks} ranks, {STREAMED}"
         )
 
 
@@ -381,7 +383,10 @@ def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
     }
     yield from _split_problem("rollout.tensor", tensor, split, ranks)
     if kv_heads % tensor and tensor % kv_heads:
-        yield f"rollout.tensor: {tensor} and {kv_heads} key/value heads: one must divide the other"
+        yield (
+            f"rollout.tensor: {tensor} ranks cannot split {kv_heads} key/value heads; set a divisor or a multiple of "
+            f"{kv_heads}"
+        )
 
 
 def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str]:
@@ -389,7 +394,7 @@ def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str
     if needed > rollout.kv_cache_mib:
         yield (
             f"rollout.kv_cache_mib: {rollout.kv_cache_mib} is too small for one row of {row_tokens} tokens; "
-            f"needed: {needed} for one row, and as much for each further row that is sampled at the same time"
+            f"set it to {needed} for one row, and add as much for each other row that is sampled at the same time"
         )
 
 
@@ -400,25 +405,25 @@ def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iter
     if device == "npu" and rollout.temperature != 1:
         yield (
             f"rollout.temperature: {rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
-            "only; needed: 1.0, or rollout.engine torch"
+            "only; set it to 1.0, or set rollout.engine to torch"
         )
     if arch.model_type in ("qwen2_moe", "olmoe") and head_dim * arch.num_heads != hidden:
         yield (
-            f"rollout.engine: vllm's {arch.model_type} needs a head_dim of hidden_size / heads; found {head_dim}; "
-            f"needed: {hidden // arch.num_heads} {ENGINE_TORCH}"
+            f"rollout.engine: vllm's {arch.model_type} needs a head_dim of hidden_size / heads = "
+            f"{hidden // arch.num_heads}, not {head_dim}; use such a model, {ENGINE_TORCH}"
         )
     if arch.model_type == "olmoe" and (arch.rms_norm_eps != 1e-5 or arch.norm_topk_prob):
         yield (
-            f"rollout.engine: vllm's olmoe has rms_norm_eps 1e-5 and no norm_topk_prob; found {arch.rms_norm_eps:g}, "
-            f"{arch.norm_topk_prob}; needed: rollout.engine torch"
+            "rollout.engine: vllm's olmoe has rms_norm_eps 1e-5 and no norm_topk_prob, but this model has "
+            f"{arch.rms_norm_eps:g} and {arch.norm_topk_prob}; set torch"
         )
     if arch.model_type == "qwen3_moe" and not any(arch.moe_layers):
-        yield "rollout.engine: vllm's qwen3_moe needs a MoE layer, this model has none; needed: rollout.engine torch"
+        yield "rollout.engine: vllm's qwen3_moe needs an MoE layer, and this model has none; set torch"
     if device == "cpu" and head_dim not in CPU_HEAD_DIMS:
         known = ", ".join(map(str, CPU_HEAD_DIMS))
-        yield f"rollout.engine: vllm on a CPU cannot run head_dim {head_dim}; needed: {known} {ENGINE_TORCH}"
+        yield f"rollout.engine: vllm on a CPU cannot run head_dim {head_dim}; use one of {known}, {ENGINE_TORCH}"
     if device == "cpu" and hidden % 32:  # a limit of vLLM's grouped kernel for the experts
-        yield f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; needed: a multiple of 32 {ENGINE_TORCH}"
+        yield f"rollout.engine: vllm on a CPU cannot run hidden_size {hidden}; use a multiple of 32, {ENGINE_TORCH}"
 
 
 def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
@@ -441,15 +446,18 @@ def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int)
     key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
     if arch.num_experts % exchanging and not rollout.expert_parallel:  # for which _shared_shards has the same rule
         yield (
-            f"{key}: an NPU's expert kernels need equal numbers of experts on {exchanging} ranks, not "
-            f"{arch.num_experts} experts in all {ENGINE_TORCH}"
+            f"{key}: an NPU's expert kernels need equally many experts on each of {exchanging} ranks, which "
+            f"{arch.num_experts} experts do not allow; use another number of ranks, {ENGINE_TORCH}"
         )
     for what, found, low, high in (
         ("hidden_size", arch.hidden_size, 1024, 8192),
-        ("experts a token", arch.experts_per_token, 1, 16),
+        ("experts per token", arch.experts_per_token, 1, 16),
     ):
         if not low <= found <= high:
-            yield f"{key}: an NPU's expert kernels need {what} from {low} to {high}, not {found} {ENGINE_TORCH}"
+            yield (
+                f"{key}: an NPU's expert kernels need {what} from {low} to {high}, not {found}; use such a model, "
+                f"{ENGINE_TORCH}"
+            )
 
 
 def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:
@@ -459,16 +467,15 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
     # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
     if device == "cpu" and moe:
         yield (
-            "rollout.sync: adapter: vLLM adapts models with MoE layers by Triton kernels, which do not run on a CPU; "
-            "needed: merged"
+            "rollout.sync: adapter: vLLM adapts MoE layers with Triton kernels, which do not run on a CPU; set merged"
         )
     # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
     if device in ("cuda", "npu") and model.dtype == "fp32":
-        yield "rollout.sync: adapter: vLLM's LoRA kernels take no fp32 on a GPU or an NPU; needed: merged"
+        yield "rollout.sync: adapter: vLLM's LoRA kernels do not support fp32 on a GPU or an NPU; set merged"
     # lora_weights.py, pack_moe: three asserts
     halves = {"linear_fc1", "linear_fc2"} & set(lora.targets)
     if device in ("cuda", "npu") and moe and len(halves) == 1:
-        yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; needed: merged"
+        yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; set merged"
 
 
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
@@ -476,5 +483,7 @@ def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: i
     for what, number in parts.items():
         if number % ranks:
             working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]
-            return [f"{key}: {ranks} does not divide {number} {what}; nearest: {nearest(ranks, working)}"]
+            return [
+                f"{key}: {ranks} does not divide the {number} {what}; the nearest that do: {nearest(ranks, working)}"
+            ]
     return []

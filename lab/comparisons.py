@@ -149,9 +149,11 @@ def read_plan(path: Path) -> Plan:
     controls = {entry.method for family in plan.families for entry in family.controls}
     for family in plan.families:
         if wrong := {*family.control, *(name for entry in family.entries for name in entry.control)} - controls:
-            raise InputError(f"{path}: {family.name}: control: found {min(wrong)}; needed: a method of `controls`")
+            raise InputError(
+                f"{path}: {family.name}: control: {min(wrong)} is not a method of `controls`; name one of them"
+            )
         if family.section not in plan.sections:
-            raise InputError(f"{path}: {family.name}: section: found {family.section!r}; needed: one of `sections`")
+            raise InputError(f"{path}: {family.name}: section: there is no {family.section!r}; name one of `sections`")
     return plan
 
 
@@ -186,7 +188,7 @@ def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "p
     if along:
         measured = measured[measured["step"] > 0]
     if measured.empty:
-        raise InputError(f"--kind {kind}: no run has {column}; needed: one of {', '.join(KINDS)}")
+        raise InputError(f"--kind {kind}: no run has {column}; choose one of {', '.join(KINDS)}")
     grouped = measured.sort_values("step").groupby(["variant", "seed"])
     outcome = grouped[column].mean() if along else grouped[column].last()
     questions = grouped["eval/num_questions"].last().astype(str)
@@ -239,11 +241,13 @@ def of_family(
     for entry in ready:
         both = outcome.loc[[entry.base, entry.method]].dropna(axis=1)
         if both.empty:
-            raise InputError(f"{entry.base}, {entry.method}: no common seed; needed: runs with the same train.seed")
+            raise InputError(
+                f"{entry.base}, {entry.method}: there is no common seed; compare runs with the same train.seed"
+            )
         first, second = measured.loc[[entry.base, entry.method], both.columns].to_numpy()
         if (other := first != second).any():
             raise InputError(
-                f"{entry.base}, {entry.method}: seed {both.columns[other][0]}: evaluated otherwise; needed: the same "
+                f"{entry.base}, {entry.method}: seed {both.columns[other][0]}: was evaluated differently; use the same "
                 "eval.num_questions, eval.every and train.steps"
             )
         by_seed.append(both.loc[entry.method] - both.loc[entry.base])

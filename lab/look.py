@@ -62,7 +62,7 @@ def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
     lines = counts(path.name[:11], rows) if rows else []
     lines += blocks(shown[:limit])
     if len(shown) > limit:
-        lines += ["", f"{len(shown) - limit} more: --limit {len(shown)}"]
+        lines += ["", f"{len(shown) - limit} more (--limit {len(shown)} shows all)"]
     return lines
 
 
@@ -70,11 +70,11 @@ def file_of(run: Path, kind: str, step: int) -> Path:
     """Return the file of a step or an evaluation, or of the last one for LAST. Raises InputError if it is not there."""
     found = completions.files(run, kind)
     if not found:
-        raise InputError(f"{run}/completions: found no {kind} file; needed: a run without train.completions_logged=0")
+        raise InputError(f"{run}/completions: there is no {kind} file; choose a run without train.completions_logged=0")
     if step == LAST:
         step = max(found)
     if step not in found:
-        raise InputError(f"{run}/completions: found no {kind} {step}; choose from: {', '.join(map(str, found))}")
+        raise InputError(f"{run}/completions: there is no {kind} {step}; choose from: {', '.join(map(str, found))}")
     return found[step]
 
 
@@ -85,7 +85,7 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
     """
     old, new = completions.read(before), completions.read(after)
     if [row["question"] for row in old] != [row["question"] for row in new]:
-        raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
+        raise InputError(f"{before}, {after}: the questions or samples differ; give evaluations of the same ones")
     pairs = list(zip(old, new, strict=True))
     change = Counter[str]()
     for was, now in pairs:

@@ -34,7 +34,7 @@ def build(results: Path, page: Path) -> None:
 def stale(results: Path, page: Path) -> list[str]:
     """One sentence for each page that is not what the records, or the docstrings of the code, say."""
     edited = [path for path, text in wanted(results, page, *read(results)).items() if read_text(path) != text]
-    return [f"{path}: not what report.py build writes; needed: report.py build" for path in edited]
+    return [f"{path}: differs from what report.py build writes; run report.py build" for path in edited]
 
 
 def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
@@ -60,7 +60,7 @@ def _between_marks(path: Path, generated: str) -> str:
     before, begin, rest = read_text(path).partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise InputError(f"{path}: needed: the two marks between which report.py build writes: {BEGIN} and {END}")
+        raise InputError(f"{path}: the marks between which report.py build writes are missing; add {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
@@ -113,7 +113,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
         named = [one for one in made if one.entry.method == finding.method and one.outcome != comparisons.WITHHELD]
         found = [one for one in named if finding.against in ("", one.entry.base)]
         if not found:
-            raise InputError(f"findings: {finding.method}: no comparison with records and found controls")
+            raise InputError(f"findings: {finding.method}: no comparison has records and controls that were found")
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
         if found[0].share:
             points += f"; {_share(found[0])} of the loss"

@@ -67,8 +67,8 @@ def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
             *_, place = traceback.extract_tb(error.__traceback__)
             given = ", ".join(str(one) for one in arguments if isinstance(one, str | Path | list))
             raise InputError(
-                f"{given}: damaged, or not what this program writes ({type(error).__name__} in {place.name}: "
-                f"{one_line(error)}); needed: the files of a run or record as they were written"
+                f"{given}: damaged, or not written by this program ({type(error).__name__} in {place.name}: "
+                f"{one_line(error)}); give the files of a run or record as they were written"
             ) from error
 
     return guarded
@@ -123,17 +123,19 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
     ``to_keep``: also unless it is one of one clean commit, whose text names no private path.
     """
     if not (folder / "finished.json").exists():
-        raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
+        raise InputError(f"{folder}: no finished.json, so the run has not ended; give a finished run")
     finished, found = read_object(folder / "finished.json", ("sha256",)), checksums(folder)
     if changed := sorted({file for file, _ in found.items() ^ finished["sha256"].items()}):
-        raise InputError(f"{folder / changed[0]}: missing, altered or added: not the sha256 in finished.json")
+        raise InputError(
+            f"{folder / changed[0]}: missing, altered or added; its sha256 is not the one in finished.json"
+        )
     starts = [folder, *sorted(folder.glob("resume-*"))]
     git, inputs = ([read_object(start / file) for start in starts] for file in ("git.json", "inputs.json"))
     for start, *origin in zip(starts, git, inputs, strict=True):
         if origin != [git[0], inputs[0]]:
-            raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
+            raise InputError(f"{start}: differs from the first start; add runs of one commit, model and data")
     if to_keep and git[0].get("dirty") is not False:
-        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
+        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; add a run of a commit with a clean git status")
     config = read_file(of_last_start(folder, "config.yaml"))  # a resume may ask for more steps
     record = Record(
         id=config["name"],
@@ -149,7 +151,7 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
         files=finished["sha256"],
     )
     if to_keep and (private := PRIVATE.search(json.dumps(record))):
-        raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
+        raise InputError(f"{folder}: {private[0]} is a private path; use paths inside the checkout")
     return Run(record, _rows(folder))
 
 
@@ -182,7 +184,7 @@ def load(results: Path) -> "pandas.DataFrame":
 
     tables = [read_table(path).assign(file=path.name) for path in files(results)]
     if not tables:
-        raise InputError(f"{results}: no record; needed: what report.py add writes")
+        raise InputError(f"{results}: there is no record; add runs with report.py add")
     steps = pandas.concat(tables, ignore_index=True)
     seeds = steps.set_index("id")["record/seed"].dropna().astype(int)
     if not seeds.index.is_unique:
@@ -204,7 +206,7 @@ def of_sweep(folder: Path) -> list[Run]:
     jobs = read_object(path, ("jobs",))["jobs"].values()
     done = [Path(job["run"]).name for job in jobs if job["state"] == "finished"]
     if not done:
-        raise InputError(f"{path}: no job is finished; needed: a sweep that has run")
+        raise InputError(f"{path}: no job is finished; run the sweep first")
     return [read_run(folder.parent / run, to_keep=False) for run in done]
 
 
@@ -218,7 +220,7 @@ def read_table(path: Path) -> "pandas.DataFrame":
         table = read.to_pandas(use_threads=False)
         table[["id", "step", *(f"record/{field}" for field in Record._fields if field != "id")]]  # all are there
     except (ArrowException, OSError, ValueError, LookupError) as error:
-        raise InputError(f"{path}: cannot be read: {str(error)[:200]}; needed: what report.py add writes") from None
+        raise InputError(f"{path}: cannot be read: {str(error)[:200]}; give a file that report.py add wrote") from None
     return table
 
 
@@ -243,7 +245,7 @@ def load_record(results: Path, name: str) -> Record:
     """One record; InputError when it is missing."""
     records = records_of(load(results))
     if name not in records:
-        raise InputError(f"{results}: {name}: no such record; there are: {first_names(records)}")
+        raise InputError(f"{results}: {name}: there is no such record; choose from: {first_names(records)}")
     return records[name]
 
 
@@ -253,11 +255,11 @@ def clash(record: Record, others: Iterable[Record]) -> str:
         # A fault that is planted into evaluations changes only those.
         compared = ["metrics.jsonl", *(["eval_outcomes.jsonl"] if record.fault != other.fault else [])]
         if all(other.files.get(file) == record.files.get(file) for file in compared):
-            return f"its metrics are those of {other.id}; needed: a run of its own"
+            return f"its metrics are those of {other.id}; add a run with its own metrics"
         if other.variant == record.variant and (changed := differing(other, record)):
-            return f"no seed of {record.variant}: {'; '.join(changed)}; needed: a run of another name"
+            return f"differs from other seeds of {record.variant}: {'; '.join(changed)}; give the run another name"
         if other.id == record.id or (other.variant, other.seed) == (record.variant, record.seed):
-            return f"seed {record.seed} of {record.variant} is there: {other.id}; records are never replaced"
+            return f"seed {record.seed} of {record.variant} already exists: {other.id}; records are never replaced"
     return ""
 
 
@@ -283,9 +285,9 @@ def add(folders: list[Path], results: Path, name: str = "") -> Path:
     name = name or (runs[0].record.id if len(runs) == 1 else "")
     target = results / f"{name}.parquet"
     if not re.fullmatch(ID, name):
-        raise InputError(f"--id: found {name!r}; needed: a name for {len(runs)} runs: letters, digits, . _ and -")
+        raise InputError(f"--id: {name!r} cannot be used; give a name for {len(runs)} runs: letters, digits, . _ and -")
     if target.exists():
-        raise InputError(f"{target}: exists; records are never replaced; needed: another name (--id)")
+        raise InputError(f"{target}: already exists, and records are never replaced; give another name (--id)")
     there = list(records_of(load(results)).values()) if files(results) else []
     for run in runs:
         if fault := clash(run.record, there):
@@ -342,7 +344,7 @@ def restore_weights(results: Path, record: Record, folder: Path) -> None:
     """Write the model from which the run started to ``folder``; InputError if it was not kept, or if it is there."""
     contents = start_weights(results, record)
     if contents is None:
-        raise InputError(f"{results}: the model from which {record.id} started is not kept")
+        raise InputError(f"{results}: the model from which {record.id} started was not kept")
     with whole_folder(folder) as aside:
         for name, content in contents.items():
             (aside / Path(name).name).write_bytes(content)

@@ -17,8 +17,8 @@ from runlog import trackers
 def read(arguments: list[str], manual: str) -> Config | None:
     """Return the configuration to train, or None after `--check`, which prints its answer."""
     parser = command_line("train_grpo.py", manual)
-    parser.add_argument("--check", action="store_true", help="check the input and stop")
-    parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
+    parser.add_argument("--check", action="store_true", help="check the input, print the result and stop")
+    parser.add_argument("--ranks", type=int, help="with --check: the number of ranks that the run will have")
     args = parser.parse_intermixed_args(arguments)
     rank = parallel_setup.check_launch()
     cfg, notes = resolve_config(args.config, args.overrides)
@@ -26,7 +26,9 @@ def read(arguments: list[str], manual: str) -> Config | None:
         print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
         trackers.refuse_missing(cfg.train.trackers)
     if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
-        raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
+        raise InputError(
+            f"--ranks: {args.ranks} cannot be used; give 1 or more, together with --check (torchrun starts ranks)"
+        )
     if not args.check:
         return cfg
     answer = input_check.report(cfg, args.ranks or parallel_setup.launched_world_size())
@@ -57,7 +59,9 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
                 report(f"{cause}error: {one_line(error)}")
                 return InputError.exit_code
             lost = lost_others(error)
-            hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
+            hint = (
+                "another rank may have ended, and its message says why; the traceback of this rank:\n" if lost else ""
+            )
             report(hint + traceback.format_exc(), late=lost)
             return 1
 

@@ -128,8 +128,8 @@ def read_inputs(
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
-                f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
-                f"{min(shared)[:60]!r}; needed: none, or held_out in checks.warn"
+                f"data: {len(shared)} held-out questions of {key} are also training questions, for example "
+                f"{min(shared)[:60]!r}; remove them, or list held_out in checks.warn"
             )
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     prompts = (question.prompt for part in (questions, *held_out.values()) for question in part)
@@ -137,7 +137,7 @@ def read_inputs(
     if largest >= arch.vocab_size:
         raise InputError(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
-            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
+            f"{arch.vocab_size}; use the tokenizer and generation_config.json that belong to the model"
         )
     environment = data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer, waiting)
     if environment:
@@ -162,13 +162,13 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
         wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
             first_wrong = wrong[0]
-            rule = f"for base_acc an instruction that asks for {reward_gsm8k.BOX_FORM}"
+            rule = f"for base_acc, data.instruction must ask for {reward_gsm8k.BOX_FORM}"
             if reward.function:
-                rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
+                rule = "a score of 1.0 or more counts as correct, or return (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(calls)} gold {kind} answers not correct, with the score "
-                f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
-                f"{calls[first_wrong].completion[-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                f"{scorer.name} scores {len(wrong)} of {len(calls)} gold {kind} answers as wrong, the first with "
+                f"{scores[first_wrong].reward:g}: {calls[first_wrong].completion[-60:]!r}, the answer to "
+                f"{rows[first_wrong].question[:60]!r}; use a reward that fits the data's answers ({rule}), or set "
                 "reward.check_gold=false"
             )
 
@@ -183,8 +183,8 @@ def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, sc
         calls = [Call(row.answer, row.gold, row.columns) for row in rows]
         if scorer(calls) != scorer(calls[::-1])[::-1]:
             raise InputError(
-                f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
-                "that depends on its arguments alone"
+                f"reward.function: {reward.function} scores an answer differently in two calls; return a score "
+                "that depends only on its arguments"
             )
     functions.compare_orders(loss)
 
@@ -196,8 +196,8 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
     """
     if (size := len(environment.tokenizer)) > arch.vocab_size:
         raise InputError(
-            f"rollout.environment: the tokenizer has {size} tokens, the model {arch.vocab_size}; needed: a tokenizer "
-            "that gives no other tokens than the model has"
+            f"rollout.environment: the tokenizer has {size} tokens, but the model has {arch.vocab_size}; use a "
+            "tokenizer that gives no other tokens"
         )
     ends, calls = list(environment.stops), []
     if environment.template.end is not None:
@@ -207,8 +207,8 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
             calls.append(([one.answer.partition(end)[0] + end], one.columns))
     if environment.answers(calls) != environment.answers(calls[::-1])[::-1]:
         raise InputError(
-            f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; needed: "
-            "an answer that depends on its arguments alone"
+            f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; return "
+            "an answer that depends only on its arguments"
         )
 
 
@@ -228,7 +228,7 @@ def report(cfg: Config, ranks: int) -> str:
     try:
         devices.resolve(cfg.device)
     except InputError as error:
-        elsewhere = f"not judged: the device and the engine on it ({error})\n"
+        elsewhere = f"not checked: the device and the engine on it ({error})\n"
     scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)
     with contextlib.closing(scorer), tempfile.TemporaryDirectory() as temporary:
         arch = check_settings(cfg, ranks, with_device=not elsewhere)
@@ -236,7 +236,7 @@ def report(cfg: Config, ranks: int) -> str:
         check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
         model = cfg.model.path
         if is_to_be_made(Path(cfg.model.path), cfg.tiny_model, cfg.data, cfg.row_tokens):
-            making = f"model: {model} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
+            making = f"model: {model} does not exist; a start creates a tiny model: {cfg.tiny_model}\n"
             model = temporary
             config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
             tiny_model.write_random_model(Path(model), cfg.tiny_model, cfg.data, config)
@@ -259,7 +259,7 @@ def report(cfg: Config, ranks: int) -> str:
         f"{making}{introduction(cfg, ranks, inputs)}\n"
         f"the first prompt of step {step + 1}, as the model sees it ({len(first.prompt)} tokens):\n"
         f"{textwrap.indent(prompt, '    ')}\n"
-        f"a right answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
+        f"a correct answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
         f"{inputs.environment.shown() if inputs.environment else ''}"
         f"{elsewhere}a start {start}; the input is usable"
     )
@@ -269,7 +269,7 @@ def check_writable(key: str, folder: Path) -> None:
     """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
+        raise InputError(f"{key}: {folder}: {nearest} is not a writable folder; choose one that is")
 
 
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
@@ -289,14 +289,14 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
         return None
     if saved is None:
         raise InputError(
-            f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
+            f"train.resume: {cfg.train.resume} has no usable checkpoint; give auto, never, or the folder of a run"
         )
     checkpoint.check_resume(saved, config)
     changed = run_record.changed_inputs(saved.run_dir, run_record.input_files(cfg), Path(cfg.model.path), beat)
     for line in run_record.refuse_changed_inputs(
         changed,
         accept=cfg.train.changed_inputs == "accept",
-        how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
+        how="start a new run with train.resume=never, or continue with train.changed_inputs=accept",
     ):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved
@@ -320,7 +320,9 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
     if unread := huggingface.unread_weights(Path(cfg.model.path)):
-        lines.append(f"note: not read, because only safetensors are: {', '.join(unread)} in {cfg.model.path}")
+        lines.append(
+            f"note: only safetensors files are read, so these are not: {', '.join(unread)} in {cfg.model.path}"
+        )
     if cfg.loss.teacher:
         lines.append(teacher.describe(cfg.loss.teacher))
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
@@ -333,7 +335,7 @@ def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
         return []
     one, other = (text[:60] for text in pairs[0])
     return [
-        f"warning: {name}: {len(pairs)} questions are like another one but for case, width or invisible characters, "
+        f"warning: {name}: {len(pairs)} questions differ from another one only in case, width or invisible characters, "
         f"for example {one!r} and {other!r}; all are kept"
     ]
 
@@ -352,7 +354,7 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
             if 2 * asking > len(of_part) and reward.method not in readers:
                 warnings.append(
                     f"warning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
-                    f"does not read that form, reward.method={readers[0]} does"
+                    f"does not read that form, but reward.method={readers[0]} does"
                 )
     return warnings
 

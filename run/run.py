@@ -215,8 +215,8 @@ class Run:
             try:
                 curves.draw_curves(self.log.run_dir)
             except ModuleNotFoundError as error:
-                self.log.say(f"curves.png not drawn: {error}")
-            self.log.say(f"{(run := self.log.run_dir)}/curves.png; to read completions: python report.py show {run}")
+                self.log.say(f"curves.png was not drawn: {error}")
+            self.log.say(f"{(run := self.log.run_dir)}/curves.png; read completions with: python report.py show {run}")
 
 
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:

@@ -47,8 +47,8 @@ def wrong_merge(share: float) -> str:
     if share <= MOST_WRONG:
         return ""
     return (
-        f"of an expert's sampled elements, {share:.2%} in the memory that sampler and trainer share are not "
-        f"W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected"
+        f"{share:.2%} of an expert's sampled elements in the memory that sampler and trainer share are not "
+        f"W + (alpha / R) B A; at most {MOST_WRONG:.1%} is allowed"
     )
 
 
@@ -101,7 +101,7 @@ class Tripwires:
                 cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
                 f"rollout.temperature is above {TRUNCATED_TEMPERATURE}",
             ),
-            ("collapse", cfg.reward.permute, "reward.permute: with shuffled rewards both are expected"),
+            ("collapse", cfg.reward.permute, "reward.permute shuffles the rewards, so both are expected"),
             *(
                 (check, cfg.train.steps < least, f"train.steps is below {least}")
                 for check, least in least_steps.items()
@@ -116,7 +116,7 @@ class Tripwires:
         warn = self.cfg.checks.warn
         message = f"checks.{check}: {found}\n  look at: {look_at}"
         if check not in warn:
-            raise Tripped(f"{message}\n  to go on regardless: checks.warn=[{','.join((*warn, check))}]")
+            raise Tripped(f"{message}\n  to continue anyway, set checks.warn=[{','.join((*warn, check))}]")
         if check not in self.warned:
             self.warned.add(check)
             self._warn(check, f"{found}\n  look at: {look_at}")
@@ -136,7 +136,7 @@ class Tripwires:
             self.trip(
                 "state",
                 f"after {step} steps: {differing}",
-                "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, huggingface.load)",
+                "how they are restored and synchronised (learner.py, parallel_setup.sync_gradients_, huggingface.load)",
             )
 
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
@@ -148,7 +148,7 @@ class Tripwires:
             self.trip(
                 "adapters",
                 f"step {step + 1}: {wrong}",
-                "lora_megatron.LoRAGroupedLinear.weight, and what else writes there (weight_sync.py, the engine)",
+                "lora_megatron.LoRAGroupedLinear.weight, and other code that writes there (weight_sync.py, the engine)",
             )
         before, self.checksums = self.checksums, checksums
         stuck = [rank for rank, pair in enumerate(zip(before, checksums, strict=False)) if pair[0] == pair[1]]
@@ -159,8 +159,8 @@ class Tripwires:
             self.trip(
                 "adapters",
                 f"step {step + 1}: the update of step {since + 1} had a gradient norm of {norm:.3g}, but the tensors "
-                f"pushed to the sampler{ranks} are the ones of before",
-                "the merge of the adapters (huggingface.export); in bf16 also whether optim.lr can move the weights",
+                f"pushed to the sampler{ranks} are the same as before",
+                "how the adapters are merged (huggingface.export); in bf16 also whether optim.lr can move the weights",
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
@@ -180,8 +180,8 @@ class Tripwires:
         if same and num_questions >= 2 * prompts:
             self.trip(
                 "sampling",
-                f"step {step + 1}: the same {prompts} of {num_questions} questions for the {STUCK_STEPS}rd time",
-                "data_gsm8k.Questions.pick, and the step that it is given",
+                f"step {step + 1} asks the same {prompts} of {num_questions} questions for the {STUCK_STEPS}rd time",
+                "data_gsm8k.Questions.pick, and the step that it gets",
             )
 
     # -------------------------------------------------------------------------------- after a step
@@ -201,7 +201,9 @@ class Tripwires:
         self.rewards.update(rewards)
         broken = [key for key, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            raise Tripped(f"step {step + 1}: {', '.join(broken)} not finite\n  look at: optim.lr, and the data")
+            raise Tripped(
+                f"step {step + 1}: these metrics are not finite: {', '.join(broken)}\n  look at: optim.lr, and the data"
+            )
         when = f"step {step + 1}"
         for judge in (
             self._answers,
@@ -225,10 +227,10 @@ class Tripwires:
         if gap is not None and not gap <= most:
             self.trip(
                 "reference_kl",
-                f"step {step + 1}: before the first update, reference and policy without the LoRA update differ by "
-                f"{gap:.2g} nats a token, at most {most:g} expected",
-                "whether new adapters start at 0, and the reference is the same model with its adapters off and with "
-                "the routes of the update",
+                f"step {step + 1}: before the first update, the log-probs of the reference and of the policy without "
+                f"the LoRA update differ by {gap:.2g} nats per token; at most {most:g} is allowed",
+                "whether new adapters start at 0, and whether the reference is the same model with its adapters off "
+                "and with the routes of the update",
             )
 
     def _column(self, key: str, default: float = math.nan) -> list[float]:
@@ -239,14 +241,14 @@ class Tripwires:
         if len(self.history) == CONSTANT_STEPS and len(self.rewards) == 1:
             self.trip(
                 "reward_constant",
-                f"every reward of {len(self.history)} steps is {min(self.rewards):g}: all advantages are 0 and nothing "
-                "is learned",
-                "report.py show RUN, against reward.method and data.instruction",
+                f"every reward of {len(self.history)} steps is {min(self.rewards):g}, so all advantages are 0 and "
+                "nothing is learned",
+                "the completions (report.py show RUN), compared with reward.method and data.instruction",
             )
         if metrics["reward/unparsable_frac"] > UNPARSABLE_SHARE:
             self.trip(
                 "unparsable",
-                f"{when}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
+                f"{when}: {metrics['reward/unparsable_frac']:.1%} of the completions contain no answer",
                 "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
             )
 
@@ -260,15 +262,15 @@ class Tripwires:
         if share == 1 and rollout.max_new_tokens >= SHORTEST:
             self.trip(
                 "sampling",
-                f"{where}: not one completion ended by itself within {rollout.max_new_tokens} tokens",
+                f"{where}: no completion ended by itself within {rollout.max_new_tokens} tokens",
                 "the end tokens of the tokenizer and of generation_config.json; rollout.max_new_tokens",
             )
         if share > TRUNCATED_SHARE:
             self.trip(
                 "truncated",
                 f"{where}: {share:.1%} of the completions are cut off at {rollout.max_new_tokens} tokens",
-                "report.py show RUN; a larger rollout.max_new_tokens; a hybrid model thinks unless "
-                "data.chat_template_kwargs={enable_thinking: false}",
+                "the completions (report.py show RUN); rollout.max_new_tokens, which may be too small; a hybrid model "
+                "thinks unless data.chat_template_kwargs={enable_thinking: false}",
             )
 
     def _identical(self, when: str, metrics: dict[str, float]) -> None:
@@ -286,8 +288,8 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"{when}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
-                "the engine's seeds of the samples of one prompt",
+                f"{when}: in every group all completions are equal, with a probability of e^-{self.identical_nats:.0f}",
+                "the seeds that the engine uses for the samples of one prompt",
             )
 
     def _agreement(self, differing_layer: Callable[[float], str], when: str, metrics: dict[str, float]) -> None:
@@ -296,11 +298,11 @@ class Tripwires:
         if noisy and metrics["aqn/probe_shift"] == 0:
             self.trip(
                 "noise",
-                f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
-                "to the last bit what it was before the noise",
-                "aqn.sigma_end: rounding left none of this noise"
+                f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt "
+                "is bit-identical to the one before the noise",
+                "aqn.sigma_end: rounding has removed all of this noise"
                 if metrics.get("aqn/changed_elements") == 0
-                else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
+                else "whether the engine uses the pushed norms (aqn.targets, the engine's load_weights)",
             )
         if "logp_gap" in (*self.cfg.checks.off, *self.warned):
             return
@@ -312,16 +314,16 @@ class Tripwires:
             self.reported_gap = True
             self._warn(
                 "logp_gap",
-                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, "
-                f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps;\n"
-                f"  with the weights pushed once more, {differing_layer(bound * GAP_FLOOR)}",
+                f"{when}: the log-probs of sampler and trainer differ by {gap:.2g} nats per token on average, "
+                f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps\n"
+                f"  after another push of the weights, {differing_layer(bound * GAP_FLOOR)}",
             )
         if not gap <= bound:
             self.trip(
                 "logp_gap",
-                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
-                f"  with the weights pushed once more, {differing_layer(bound)}",
-                "that layer's tensors in what is pushed (weight_sync.py, huggingface.export), and how it is computed",
+                f"{when}: the log-probs of sampler and trainer differ by {gap:.2g} nats per token on average; at most "
+                f"{bound:g} is allowed\n  after another push of the weights, {differing_layer(bound)}",
+                "how this layer's tensors are pushed (weight_sync.py, huggingface.export) and how it is computed",
             )
 
     def _far_above_the_first_steps(self, bound: float) -> bool:
@@ -342,7 +344,7 @@ class Tripwires:
                 self.trip(
                     "impossible",
                     f"{when}: {name} is {metrics[name]:.2g}, which cannot be negative",
-                    "the sign in grpo.py, and in model/megatron_model.py for the entropy",
+                    "the sign in grpo.py, and for the entropy in model/megatron_model.py",
                 )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
         if kl is not None:
@@ -357,14 +359,14 @@ class Tripwires:
         if metrics.get("actor/teacher_kl") == 0:
             self.trip(
                 "impossible",
-                f"{when}: the KL to the teacher is exactly 0: it is the policy itself, so it teaches nothing",
-                "loss.teacher, whether its B is 0, and Learner.teacher",
+                f"{when}: the KL to the teacher is exactly 0, so the teacher is the policy itself and teaches nothing",
+                "loss.teacher, whether its factors B are 0, and Learner.teacher",
             )
         if reason := self._gradient_expected(metrics):
             self.trip(
                 "impossible",
                 f"{when}: the gradient is exactly 0, although {reason}",
-                "optim.lr: after too large an update the activations overflow, and the policy stays uniform",
+                "optim.lr: after an update that is too large, the activations overflow and the policy stays uniform",
             )
 
     def _gradient_expected(self, metrics: dict[str, float]) -> str:
@@ -396,9 +398,9 @@ class Tripwires:
         if fallen or kl > COLLAPSE_KL:
             self.trip(
                 "collapse",
-                f"{when}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
-                f"the reference {kl:.2g} nats a token",
-                "report.py show RUN; optim.lr, loss.kl_coef, updates a rollout",
+                f"{when}: the mean reward is {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; the KL "
+                f"to the reference is {kl:.2g} nats per token",
+                "the completions (report.py show RUN); optim.lr, loss.kl_coef, updates per rollout",
             )
 
     def _gradient_and_entropy(self, when: str, metrics: dict[str, float]) -> None:
@@ -407,12 +409,12 @@ class Tripwires:
         if usual and norm > SPIKE_FACTOR * usual:
             self.trip(
                 "gradient_spike",
-                f"{when}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
+                f"{when}: the gradient norm is {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
                 "the step's completions, optim.lr, loss.clip_high",
             )
         if metrics.get("actor/entropy", math.inf) < ENTROPY_FLOOR:  # absent if no row was trained
             self.trip(
                 "entropy",
-                f"{when}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
+                f"{when}: the entropy is {metrics['actor/entropy']:.2g} nats per token, so sampling hardly varies",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )

@@ -55,9 +55,9 @@ def read(path: Path) -> list[Row]:
         with gzip.open(path, "rb") as file:
             rows = [json.loads(line) for line in file]
         if not all(isinstance(row, dict) and NEEDED <= row.keys() for row in rows):
-            raise ValueError(f"a row has {', '.join(sorted(NEEDED))}")
+            raise ValueError(f"a row needs {', '.join(sorted(NEEDED))}")
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise InputError(f"{path}: found a damaged file: {one_line(error)}; delete it to see the others") from None
+        raise InputError(f"{path}: is damaged: {one_line(error)}; delete it to see the others") from None
     return rows
 
 

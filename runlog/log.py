@@ -37,7 +37,9 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("gap", "rollout/logp_gap_mean", None),
     ("len", "response_length/mean", 0),
 )
-LEGEND = f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
+LEGEND = (
+    f"the line of a step: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
+)
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
@@ -109,12 +111,14 @@ class RunLog:
             try:
                 self.lock = lock_run(run_dir)
             except BlockingIOError:
-                raise InputError(f"{run_dir}: a live process writes this run; end it, or start a new run") from None
+                raise InputError(
+                    f"{run_dir}: another process is writing this run; end it, or start a new run"
+                ) from None
             except OSError as error:
                 problem = error.strerror
             self.run_dir = run_dir
             if problem:
-                self.say(f"{run_dir}/run.lock: {problem}: make sure yourself that no two processes write this run")
+                self.say(f"{run_dir}/run.lock: {problem}; make sure yourself that no other process writes this run")
             start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
             start.mkdir(exist_ok=start == run_dir)
             write_records(start, self.cfg, world_size, inputs)
@@ -152,15 +156,15 @@ class RunLog:
             self._keep(name, lambda row: row["step"] <= step)
         kept = self.evaluations()
         if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
-            raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation without accuracies; start a new run")
+            raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation has no accuracies; start a new run")
         # A summary is written after its outcomes, so outcomes without a summary are incomplete.
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
         if found != list(range(1, step + 1)):
             raise InputError(
-                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
-                "of the steps 1, 2 and so on; the file was cut or edited: start a new run"
+                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}, not one for "
+                "each of the steps 1, 2 and so on; the file was cut or edited, so start a new run"
             )
         self.say(f"resumed {self.run_dir.name} after {step} of {self.cfg.train.steps} steps")
 
@@ -222,7 +226,7 @@ class RunLog:
         how = f"{f' with train.resume={self.run_dir}' * (self.cfg.train.resume == 'never')} continues from {saved}"
         return (
             f"after step {len(read_lines(self.run_dir / 'metrics.jsonl'))} of {self.cfg.train.steps}; the same command"
-            f"{how if saved else ' begins anew, because there is no checkpoint yet'}"
+            f"{how if saved else ' starts from the beginning, because there is no checkpoint yet'}"
         )
 
     def say(self, text: str) -> None:

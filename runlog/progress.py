@@ -29,7 +29,7 @@ GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait 
 
 # Ctrl-C; a scheduler or torchrun; the end of a terminal; the warnings of a scheduler before its limit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NOT_STARTED = "before a step of this start; the same command starts it again"
+NOT_STARTED = "before the first step of this start; the same command starts it again"
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -157,7 +157,7 @@ class Heartbeat:
         """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
         self.done, self.last = done or self.done, time.monotonic()
         if self.last - self.log.said > PROGRESS_SECONDS:
-            self.log.say(f"at work after: {self.done}{self.log.left()}")
+            self.log.say(f"still working; last finished: {self.done}{self.log.left()}")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class Heartbeat:
         """Say where this rank has stood still for so many seconds, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         limit = f"train.stall_seconds = {self.stall_seconds}"
-        cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
+        cause = f"made no progress for {still:.0f} s; last finished: {self.done} ({limit})"
         # In one piece: the ranks share a terminal or a log.
         os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{tracebacks()}".encode())
         self.log.note(f"stopped: rank {self.log.rank} {cause}")

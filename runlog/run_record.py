@@ -254,7 +254,7 @@ def changed_inputs(
     try:
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
-        return [f"{record}: not the record of the run's inputs ({error!r})"]
+        return [f"{record}: not a record of the run's inputs ({error!r})"]
     present = inputs(files, beat)
     lines = []
     for kind in present | recorded:
@@ -265,19 +265,19 @@ def changed_inputs(
             if now.get(name) != was.get(name) and not name.startswith("."):
                 path = files.get(kind, {}).get(name, model / name if kind == "model" else name)
                 before, after = _state(was.get(name)), _state(now.get(name))
-                lines.append(f"{path}: when {record.parent} was started {before}, now {after}")
+                lines.append(f"{path}: was {before} when {record.parent} was started, is {after} now")
     return lines
 
 
 def _state(checksum: str | None) -> str:
-    return f"sha256 {checksum}" if checksum else "not there"
+    return f"sha256 {checksum}" if checksum else "absent"
 
 
 def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list[str]:
     """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
+        raise InputError(f"{changed[0]}{more}; restore the old content, or {how}")
     return changed
 
 
@@ -293,7 +293,7 @@ def write_records(
     """
     source, patch = git_state()
     if source["commit"] is None:
-        print("note: no git commit of the source is known, so `report.py add` will not take this run", flush=True)
+        print("note: the git commit of the source is not known, so `report.py add` will refuse this run", flush=True)
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)

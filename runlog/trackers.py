@@ -21,7 +21,7 @@ from facts.exits import InputError
 from runlog.run_record import SECRETS
 
 FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; those of the training come first
-INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"
+INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, then set {FOLDER}=FOLDER"
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
 MOST_LETTERS = 300  # of the reason in a warning
 COLUMNS = ("question", "gold", "reward", "correct", "finish", "completion")  # of the table of completions
@@ -178,4 +178,4 @@ def refuse_missing(names: Iterable[str]) -> None:
         sys.path.append(os.path.abspath(folder))
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"train.trackers: {name} is not installed; needed: {INSTALL}")
+            raise InputError(f"train.trackers: {name} is not installed; install it: {INSTALL}")

@@ -72,7 +72,7 @@ def examples(
         if held_out(x, y) == heldout
     )
     available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
-    short = f"data.num_{split}: found {num}; operands {low} to {high} give {{}} different questions"
+    short = f"data.num_{split}: found {num}, but operands {low} to {high} give only {{}} different questions; lower it"
     if available < num and most_operations == 1:
         raise InputError(short.format(available))
     rng = random.Random(derive_seed(seed, "arithmetic", split))

@@ -69,9 +69,7 @@ class Environment:
         waiting: Waiting = contextlib.nullcontext,
     ) -> None:
         if template.end is None and not rollout.stop:
-            raise InputError(
-                "rollout.stop: found none; needed: a text that ends a turn, or a model with a chat template"
-            )
+            raise InputError("rollout.stop: missing; set a text that ends a turn, or use a model with a chat template")
         self.rollout, self.tokenizer, self.pool, self.waiting = rollout, tokenizer, pool, waiting
         self.template, self.stop_tokens, self.stops = template, frozenset(stop_tokens), rollout.stop
         self.may_end = self.stop_tokens | self._completing()

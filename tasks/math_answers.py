@@ -16,7 +16,7 @@ from reward_gsm8k import NUMBER, Box, boxes
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise InputError(f"{error}; needed: pip install --no-deps -r requirements/cpu.txt") from None
+    raise InputError(f"{error}; install it: pip install --no-deps -r requirements/cpu.txt") from None
 
 DIGITS = 2000  # of a numerical comparison; math-verify's 15 take factors below 1e-15 for 0
 SPACE = r"(?:\\[,;: ]|\{\\,\}|[ ~\u00a0\u2009\u202f])"

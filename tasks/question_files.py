@@ -41,7 +41,7 @@ BESIDE = re.compile(
     r"|(attached_|input_)?(figure|file|document|doc|attachment|function)s?(_calls?|_paths?)?|speech|media|mm_data|pdf"
 )
 EMPTY = ("", "[]", "{}", "()", "[none]", "[null]", '[""]', "['']", "none", "null", "nan", "<na>", "n/a")
-OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
+OTHER_COLUMNS = "for a question and an answer in other columns, set data.source=file and data.columns"
 
 # Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
 # and the empty pattern of Braille.
@@ -129,8 +129,8 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             known = rows.setdefault(composed(row.question), row._replace(where=where))
             if _value(row.gold) != _value(known.gold):
                 raise InputError(
-                    f"{where}: answer: {row.gold[:60]}; {known.where} has the same question with {known.gold[:60]}; "
-                    "needed: one answer"
+                    f"{where}: answer: {row.gold[:60]}, but {known.where} has the same question with "
+                    f"{known.gold[:60]}; keep one answer"
                 )
     questions = list(rows.values())
     name = form.name if form else ""
@@ -139,7 +139,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
         size += f", {len(questions)} different question{'s' * (len(questions) > 1)}"
         name += f"; {size}"
     if count > len(questions):
-        raise InputError(f"data.num_train: found {count}; {', '.join(listed(paths))}: {size}; needed: no more")
+        raise InputError(f"data.num_train: {count} exceeds {', '.join(listed(paths))}: {size}; lower it")
     if not count:
         return questions, name
     chosen = [questions[index * len(questions) // count] for index in range(count)]
@@ -156,8 +156,8 @@ def _form_of(raw: dict[str, Any]) -> Form:
         if names.issuperset(form.needs):
             return form
     raise InputError(
-        f"found the columns {', '.join(sorted(names)) or 'none'}; needed: an object with columns question and answer, "
-        "or messages, or prompt with reward_model"
+        f"found the columns {', '.join(sorted(names)) or 'none'}; give question and answer, messages, or prompt with "
+        "reward_model"
     )
 
 
@@ -165,7 +165,7 @@ def _by_form(raw: dict[str, Any], form: Form) -> Question:
     """The row of a file that has one of FORMS; the gold answer is the number after `####`."""
     row = {name.lower(): value for name, value in raw.items()}
     if len(row) < len(raw):
-        raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; needed: one of each")
+        raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; keep one of each")
     _refuse_beside(raw, form.question, form.answer)
     turns, last_turn = _turns(row, form.question)
     if _column(row, form.bare_question) is not None:
@@ -216,13 +216,13 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
     if not isinstance(found, list):
         return [("user", _asked(row, name))], None
     if not all(isinstance(turn, dict) for turn in found):
-        raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
+        raise InputError(f"{name}: found {shown(found)}; give a list of objects with role and content")
     roles = [str(turn.get("role")) for turn in found]
     talk = roles[1:] if roles[:1] == ["system"] else roles
     if not talk or any(role != ("user", "assistant")[index % 2] for index, role in enumerate(talk)):
         raise InputError(
-            f"{name}: found the turns {', '.join(roles) or 'none'}; needed: system or not, then user and assistant by "
-            "turns"
+            f"{name}: found the turns {', '.join(roles) or 'none'}; give an optional system turn, then user and "
+            "assistant alternately"
         )
     turns = []
     for role, turn in zip(roles, found, strict=True):
@@ -249,13 +249,13 @@ def _text(row: dict[str, Any], name: str) -> str:
     if value is None:
         raise InputError(f"{name}: missing or null; found the columns {', '.join(map(str, row)) or 'none'}")
     if not isinstance(value, str):
-        raise InputError(f"{name}: found {shown(value)}; needed: a text")
+        raise InputError(f"{name}: found {shown(value)}; give a text")
     if not value.strip():
-        raise InputError(f"{name}: found an empty text")
+        raise InputError(f"{name}: found an empty text; fill it in or remove the row")
     if UNUSABLE.search(value):
-        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
+        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; remove it")
     if WRITTEN.fullmatch(value.strip()) and TURN.search(value):
-        raise InputError(f"{name}: found {shown(value)}, turns written as text; needed: a text, or turns as a list")
+        raise InputError(f"{name}: found {shown(value)}, turns written as text; give a text, or turns as a list")
     return value
 
 
@@ -265,11 +265,11 @@ def _asked(row: dict[str, Any], name: str) -> str:
     stripped = text.strip()
     if stripped.lower() in EMPTY or WRITTEN.fullmatch(stripped) or TURN.search(text[:TURN_WITHIN]):
         raise InputError(
-            f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; needed: a text, or a "
-            "list of turns that is one in the file, too"
+            f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; give a text, or "
+            "turns as a real list"
         )
     if mark := MEDIA.search(text):
-        raise InputError(f"{name}: found {shown(mark[0])}, which stands for a medium; needed: questions of text alone")
+        raise InputError(f"{name}: found {shown(mark[0])}, which stands for a medium; use questions that are only text")
     return text
 
 
@@ -282,7 +282,7 @@ def _refuse_beside(row: dict[str, Any], *read: str) -> None:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name).lower()
         if BESIDE.fullmatch(words) and name not in read and _filled(value):
             raise InputError(
-                f"{name}: found {shown(value)}, which no prompt shows; needed: questions without it, or no such column"
+                f"{name}: found {shown(value)}, which no prompt shows; remove such questions, or the column"
             )
 
 
@@ -301,7 +301,7 @@ def gold_number(answer: str) -> str:
         gold = ""
     if not NUMBER.fullmatch(gold):
         found = ascii(answer[-50:])  # ascii: digits of another script look like ours
-        raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
+        raise InputError(f"answer: found {found}; give a worked answer that ends in '#### ' and one number")
     return gold
 
 
@@ -357,15 +357,15 @@ def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(readers)}")
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; use one of {', '.join(readers)}")
     rows = []
     for number, row in readers[path.suffix](read_bytes(path), path):
         where = f"{path}, row {number}"
         if not isinstance(row, dict):
-            raise InputError(f"{where}: found {type(row).__name__}; needed: an object with columns")
+            raise InputError(f"{where}: found {type(row).__name__}; give an object with columns")
         rows.append((where, row))
     if not rows:
-        raise InputError(f"{path}: no rows found; needed: at least one question")
+        raise InputError(f"{path}: has no rows; add at least one question")
     return rows
 
 
@@ -376,7 +376,7 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
             if line.strip():
                 yield number, parse_json(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
+            raise InputError(f"{path}, row {number}: the line is not a JSON object: {one_line(error)}") from error
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
@@ -388,7 +388,9 @@ def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     values = found.values() if isinstance(found, dict) else [found]
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
-        raise InputError(f"{path}: found {len(lists)} lists of rows; needed: a list of objects, or an object with one")
+        raise InputError(
+            f"{path}: found {len(lists)} lists of rows; give a list of objects, or an object with one list"
+        )
     return enumerate(lists[0], start=1)
 
 

@@ -41,9 +41,9 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import 
 START_SECONDS = 120  # to import the file, which may import a large package
 IMPORTING, IMPORTED = "importing", "imported"  # what a process sends when an import begins, and when it ends
 MOST = 8  # workers of a rank
-NEEDED = "needed: a number, or (number, answer found, correct), both of these bool, or {'score': number, ...}"
+NEEDED = "return a number, (number, answer found, correct) with two bools, or {'score': number, ...}"
 ENVIRONMENT = "rollout.environment"
-NEEDED_TEXT = "needed: a text, or None where the completion ends"
+NEEDED_TEXT = "return a text, or None to end the completion"
 
 
 class Call(NamedTuple):
@@ -168,7 +168,7 @@ class Scorer(Pool):
             reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
         except ValueError as error:  # a gold answer that is no number
             raise InputError(
-                f"{self.name}: {error}; other answers need reward.method math or a reward.function"
+                f"{self.name}: {error}; for other answers, set reward.method to math or use a reward.function"
             ) from None
         answer = reward_gsm8k.extract(call.completion, self.reward.method)
         return Score(reward, answer is not None, reward == 1.0, answer)
@@ -335,7 +335,7 @@ def score_of(value: Any) -> Score | Failure:
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     numbers = [part for part in parts.values() if isinstance(part, float)]
     if not all(map(math.isfinite, [score.reward, *numbers])):
-        return Failure(f"returned {value!r:.80}; needed: a finite number")
+        return Failure(f"returned {value!r:.80}; return a finite number")
     if isinstance(reward, str | bytes) or (found, correct) != (score.found, score.correct):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     return score
