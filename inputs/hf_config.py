@@ -2,7 +2,8 @@
 
 Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B), also with some dense layers,
 and OlmoeForCausalLM (OLMoE-1B-7B).
-Every option that would change the computation is read or refused here; none is ignored. Imports no torch.
+Every option that would change the computation is read or refused here; none is ignored. This file does not import
+torch.
 """
 
 import math
@@ -21,8 +22,8 @@ PUBLISHED = ROOT / "configs"  # <name>.config.json, to plan a run before the dow
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
 MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
 
-# Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
-# configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
+# Options with one supported value, which is also their meaning if they are absent. use_sliding_window is the switch:
+# the configurations of Qwen also have a sliding_window, which is unused while the switch is false.
 SUPPORTED = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -34,12 +35,12 @@ SUPPORTED = {
 
 
 def read(model_dir: str | Path) -> Architecture:
-    """The architecture in ``model_dir``/config.json; InputError for a broken file or an unsupported option."""
+    """Return the architecture in ``model_dir``/config.json. Raises InputError for a broken file or a bad option."""
     return parse(*_config_json(model_dir))
 
 
 def _config_json(model_dir: str | Path) -> tuple[dict, str]:
-    """The decoded config.json of ``model_dir``, and its path."""
+    """Return the decoded config.json of ``model_dir``, and its path."""
     path = Path(model_dir) / "config.json"
     if not path.exists():
         raise InputError(f"model.path: {model_dir} has no config.json; give the folder of a Hugging Face model")
@@ -47,7 +48,7 @@ def _config_json(model_dir: str | Path) -> tuple[dict, str]:
 
 
 class Raw(NamedTuple):
-    """A decoded config.json, whose values are read and refused by key."""
+    """A decoded config.json, with methods that read or refuse its values by key."""
 
     values: dict
     where: str  # error messages begin with it
@@ -74,9 +75,9 @@ class Raw(NamedTuple):
 
 
 def parse(values: dict, where: str = "config.json") -> Architecture:
-    """Return the architecture in a decoded config.json; error messages begin with ``where``."""
+    """Return the architecture in a decoded config.json. Error messages begin with ``where``."""
     raw = Raw(values, where)
-    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
+    supported = list(FAMILIES)  # a list, because a JSON value may not be hashable
     raw.refuse_if(
         values.get("model_type") not in supported,
         f"model_type {shown(values.get('model_type'))} is not supported; use one of {', '.join(supported)}",
@@ -94,7 +95,7 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
     raw.refuse_if(head_dim % 2 > 0, f"head_dim: must be even for RoPE, not {head_dim}")
     top_k, normalised = raw.need("num_experts_per_tok"), raw.need("norm_topk_prob", bool, False)
     raw.refuse_if(top_k > num_experts, f"num_experts_per_tok {top_k} exceeds num_experts {num_experts}")
-    # The softmax over one chosen expert is always 1: the router could not learn, and Megatron refuses it.
+    # The softmax over one chosen expert is always 1, so the router could not learn, and Megatron refuses this.
     raw.refuse_if(top_k == 1 and normalised, "norm_topk_prob = true with num_experts_per_tok 1 is not supported")
     return Architecture(
         model_type=values["model_type"],
@@ -135,7 +136,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
 
 
 def _rope_theta(raw: Raw) -> float:
-    """Return the base of RoPE; InputError for scaling, and for two bases.
+    """Return the base of RoPE. Raises InputError for scaling, and for two different bases.
 
     transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
     """
@@ -164,7 +165,7 @@ def _num_experts(raw: Raw, num_layers: int) -> int:
 
 
 def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts."""
+    """Return whether each layer has experts."""
     sparse_step, dense = raw.need("decoder_sparse_step", int, 1), raw.need("mlp_only_layers", list, [])
     for layer in dense:
         raw.refuse_if(
@@ -175,16 +176,17 @@ def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
 
 
 def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:
-    """The architecture that a run would have, and where it is described; no weights are needed. See settings."""
+    """Return the architecture that a run would have, and the source of its description. Needs no weights."""
     raw, where = settings(path, tiny, row_tokens)
     return parse(raw, where), where
 
 
 def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[dict, str]:
-    """The decoded config.json of a model, and where it is described.
+    """Return the decoded config.json of a model, and the source of its description.
 
-    That is the tiny_model section, for rows of ``row_tokens``, or model.path, or, if that folder is absent, the
-    published config.json of the model of that name in configs/. InputError if none of these exists.
+    The source is the tiny_model section, for rows of ``row_tokens``, or the folder model.path. If that folder does not
+    exist, it is the published config.json in configs/ of a model with that name. Raises InputError if there is no
+    source.
     """
     if tiny is not None:
         return tiny_settings(tiny, row_tokens), "tiny_model"
@@ -196,14 +198,14 @@ def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[
 
 
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
-    """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
+    """Return the config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
     family = FAMILIES[tiny.architecture]
     return {
         "architectures": [family.class_name],
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,
         "hidden_size": tiny.hidden_size,
-        "intermediate_size": 4 * tiny.hidden_size,  # of dense layers, or of experts where the family has none
+        "intermediate_size": 4 * tiny.hidden_size,  # for dense layers, or for experts in a family without dense layers
         "num_hidden_layers": tiny.num_layers,
         "num_attention_heads": tiny.num_heads,
         "num_key_value_heads": tiny.num_kv_heads,

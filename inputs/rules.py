@@ -1,7 +1,7 @@
-"""What a typed configuration may still get wrong: keys that the run would not read, and values that contradict.
+"""Rules for a typed configuration: no key may have no effect, and no values may contradict each other.
 
-`problems` has the rules that need no model, then those about the model, then those about the number of ranks. An engine
-adds what only its installed package can say. A message says the key, what was found, what is needed, and the nearest
+`problems` applies the rules that need no model, then the rules about the model and the number of ranks. An engine adds
+rules that depend on its installed package. A message names the key, the value found, the value needed, and the nearest
 sizes that work.
 """
 
@@ -34,7 +34,7 @@ from knobs import (
 )
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
-LARGEST_ADAPTER_RANK = 512  # of vLLM's LoRA
+LARGEST_ADAPTER_RANK = 512  # the limit of vLLM's LoRA
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -45,9 +45,9 @@ ENGINE_TORCH = "or set rollout.engine to torch"
 def problems(
     cfg: Config, arch: Architecture | None = None, ranks: int | None = None, *, layout: bool = True
 ) -> list[str]:
-    """The messages of all broken rules: without ``arch`` and ``ranks`` those that need neither.
+    """Return the messages of all broken rules. Without ``arch`` and ``ranks``, only rules that need neither apply.
 
-    Without ``layout`` the first two, about its sizes, are left out.
+    Without ``layout``, the first two rules, about the sizes of the layout, do not apply.
     """
     found: list[str] = []
     if layout:
@@ -67,7 +67,7 @@ def problems(
 
 
 def refuse_first(broken: Iterable[str]) -> None:
-    """InputError for the first message of ``broken`` rules, if there is one."""
+    """Raise InputError with the first message of the ``broken`` rules, if there is one."""
     for problem in broken:
         raise InputError(problem)
 
@@ -79,7 +79,7 @@ def _no_warm_start(tiny: TinyModelConfig | None) -> bool:
     return tiny is None or tiny.warm_start_steps == 0
 
 
-# (whether the run would ignore the keys, the reason, the keys)
+# Each row has a test whether the run would ignore the keys, the reason, and the keys.
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: _no_warm_start(c.tiny_model), "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_calls "
@@ -112,7 +112,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
 
 
 def idle_keys(cfg: Config) -> dict[str, str]:
-    """Dotted keys that a run of ``cfg`` never reads, each with the reason."""
+    """Return the dotted keys that a run of ``cfg`` never reads, each with the reason."""
     others = {key: engine for engine, kind in ENGINES.items() for key in kind.keys if key not in cfg.rollout.kind.keys}
     of_others = {f"rollout.{key}": f"rollout.engine is not {engine}" for key, engine in others.items()}
     return of_others | {key: reason for is_idle, reason, keys in IDLE if is_idle(cfg) for key in keys.split()}
@@ -122,20 +122,23 @@ def idle_keys(cfg: Config) -> dict[str, str]:
 
 
 def nearest(value: int, working: Sequence[int]) -> str:
-    """The next smaller and the next larger of ``working`` around ``value``, as text for an error message."""
+    """Return the next smaller and the next larger of ``working`` around ``value``, as text for an error message."""
     smaller = sorted(w for w in working if w < value)
     larger = sorted(w for w in working if w > value)
     return ", ".join(map(str, smaller[-1:] + larger[:1])) or "none"
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, smallest first."""
+    """Return all divisors of ``number``, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
-    """With rollout.expert_parallel vLLM's shards are those of the trainer. ``device``: as the key, or resolved."""
+    """Yield why vLLM's shards would differ from the trainer's, which rollout.expert_parallel does not allow.
+
+    ``device`` is the value of the key, or the resolved device.
+    """
     if rollout.expert_parallel and device in ("cpu", "cuda"):
         yield f"rollout.expert_parallel: vLLM packs its weights on device {device}; use npu, {STREAMED}"
     if rollout.expert_parallel and rollout.tensor != parallel.tensor:
@@ -146,7 +149,7 @@ def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str)
 
 
 def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) -> Iterator[str]:
-    """A step divides into equal updates, and a micro-batch holds one row."""
+    """Yield why a step cannot be divided into equal updates, or why a row does not fit into a micro-batch."""
     if rollout.prompts_per_step % optim.prompts_per_update:
         working = divisors(rollout.prompts_per_step)
         yield (
@@ -163,7 +166,7 @@ def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) ->
 
 
 def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
-    """What vLLM cannot do, whatever the model. ``apart``: the LoRA factors are apart from the weights."""
+    """Yield the settings that vLLM cannot run with any model. With ``apart``, it gets the LoRA factors separately."""
     for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": evaluation.temperature}.items():
         if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             yield (
@@ -174,7 +177,7 @@ def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, a
         return
     if rollout.expert_parallel:
         yield "rollout.sync: adapter conflicts with rollout.expert_parallel, which writes merged shards; set merged"
-    if "router" in lora.targets:  # vLLM would compute the router's logits in model.dtype, the trainer has them in fp32
+    if "router" in lora.targets:  # vLLM would compute the router's logits in model.dtype, and the trainer in fp32
         yield "lora.targets: router conflicts with rollout.sync adapter; set merged, or remove router"
     if lora.expert_rank not in (0, lora.rank):  # vLLM ignores PEFT's rank_pattern: every pair has one alpha / rank
         yield f"lora.expert_rank: {lora.expert_rank} conflicts with rollout.sync adapter; set 0 or {lora.rank}"
@@ -186,7 +189,7 @@ def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, a
 
 
 def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[str]:
-    """``prompts``: of one step."""
+    """Yield faults of the data's keys. ``prompts`` is the number of prompts per step."""
     if data.source != "arithmetic":
         for key, path in {"train_path": data.train_path, "test_path": data.test_path}.items():
             if not path:
@@ -207,7 +210,7 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
 
 
 def _loss(loss: LossConfig) -> Iterator[str]:
-    """Yield what the terms of the loss cannot be."""
+    """Yield values of the loss's terms that make no sense."""
     if loss.kl != "none" and loss.kl_coef == 0:
         yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; set loss.kl to none"
     if 0 < loss.dual_clip <= 1:
@@ -215,7 +218,7 @@ def _loss(loss: LossConfig) -> Iterator[str]:
 
 
 def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield why the correction for the policy that samples does not fit it."""
+    """Yield why the importance correction does not fit the policy that samples."""
     if loss.importance == "icepop" and loss.importance_low >= loss.importance_clip:
         yield f"loss.importance_low: {loss.importance_low} must be below loss.importance_clip {loss.importance_clip}"
     if rollout.staleness > 0 and loss.importance == "none":
@@ -228,14 +231,14 @@ def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield why no completion could end before the penalty."""
+    """Yield why every completion would get a penalty for its length."""
     overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
 
 
 def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Why rollout.environment cannot go with the reward, or answers too slowly for the ranks that wait."""
+    """Yield why rollout.environment conflicts with the reward, or may answer too slowly for the ranks that wait."""
     if not rollout.environment:
         return
     if not reward.function and reward.method.endswith("flexible"):
@@ -285,7 +288,7 @@ def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None)
 
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Why ``ranks`` ranks cannot train ``arch``: splits into equal parts, positions, routing replay."""
+    """Return why ``ranks`` ranks cannot train ``arch``: unequal parts, too few positions, or routing replay."""
     return [
         *_splits(cfg.parallel, arch, ranks),
         *_model(cfg.model, cfg.data, cfg.rollout, cfg.replay, arch),
@@ -329,7 +332,10 @@ def _model(
 def _shared_shards(
     rollout: RolloutConfig, parallel: ParallelConfig, replay: ReplayConfig, arch: Architecture, ranks: int
 ) -> Iterator[str]:
-    """With rollout.expert_parallel every rank copies its own shards into vLLM, so both must split alike."""
+    """Yield why trainer and vLLM would split the model differently.
+
+    With rollout.expert_parallel every rank copies its shards into vLLM, so both must split alike.
+    """
     if arch.num_experts % ranks:
         sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
         yield (
@@ -347,7 +353,7 @@ def _shared_shards(
             f"{VOCABULARY_BLOCK} before it splits it, but the trainer does not; use a model whose vocabulary is "
             f"a multiple, {STREAMED}"
         )
-    # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares under data parallelism only.
+    # patch_routed_experts_capture.py of vllm-ascend 0.23.0 joins the ranks' shares only under data parallelism.
     if replay.mode == "r3" and rollout.tensor == ranks > 1:
         yield (
             f"replay.mode: r3 would lack routes: with rollout.expert_parallel the {ranks} ranks of a single replica "
@@ -357,7 +363,7 @@ def _shared_shards(
 
 
 def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Why vLLM cannot run ``arch`` on ``ranks`` ranks; of a device only if cfg.device names it."""
+    """Return why vLLM cannot run ``arch`` on ``ranks`` ranks. Rules of a device apply only if cfg.device names it."""
     if cfg.rollout.engine != "vllm":
         return []
     cache = cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
@@ -372,7 +378,7 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
-    """``tensor`` ranks, rollout.tensor, hold one copy of the model."""
+    """Yield why rollout.tensor, here ``tensor``, ranks cannot share one copy of the model."""
     kv_heads = arch.num_kv_heads
     split = {
         "ranks": ranks,
@@ -390,7 +396,7 @@ def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
 
 
 def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str]:
-    """The cache of one rank holds a row or more. ``needed``: MiB of the longest row, of ``row_tokens``."""
+    """Yield why the cache of a rank is too small. ``needed`` is the MiB of the longest row, of ``row_tokens``."""
     if needed > rollout.kv_cache_mib:
         yield (
             f"rollout.kv_cache_mib: {rollout.kv_cache_mib} is too small for one row of {row_tokens} tokens; "
@@ -399,9 +405,9 @@ def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str
 
 
 def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
-    """What vLLM's models and its kernels on a device cannot do, by the sources of vLLM 0.23 and 0.30."""
+    """Yield limits of vLLM's models and of its kernels on a device, from the sources of vLLM 0.23 and 0.30."""
     hidden, head_dim = arch.hidden_size, arch.head_dim
-    # vllm-ascend, model_runner_v1.py, self.sampler = AscendSampler(): it gets no logprobs_mode (0.23.0, 0.30.0rc2).
+    # vllm-ascend 0.23.0 and 0.30.0rc2, model_runner_v1.py: self.sampler = AscendSampler() gets no logprobs_mode.
     if device == "npu" and rollout.temperature != 1:
         yield (
             f"rollout.temperature: {rollout.temperature:g}, but vllm-ascend reports log-probs at temperature 1 "
@@ -427,9 +433,10 @@ def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iter
 
 
 def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
-    """How many ranks of vllm-ascend hold different experts and send each other tokens by MC2; 1 if none do.
+    """Return how many ranks of vllm-ascend store different experts and exchange tokens by MC2; 1 if none do.
 
-    Those are all ranks under rollout.expert_parallel, otherwise the ranks of a replica, if each has whole experts.
+    With rollout.expert_parallel these are all ranks. Otherwise they are the ranks of a replica, if each rank has whole
+    experts.
     """
     if cfg.device != "npu" or not any(arch.moe_layers):
         return 1
@@ -439,12 +446,12 @@ def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
 
 
 def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:
-    """What MC2 cannot do, by CANN's documentation of aclnnMoeDistributeDispatchV2.
+    """Yield limits of MC2, from CANN's documentation of aclnnMoeDistributeDispatchV2.
 
-    Its third bound, 512 tokens a rank, holds for every configuration: see MOST_SEQUENCES in plan/capacity.py.
+    No configuration exceeds its third limit, 512 tokens per rank: see MOST_SEQUENCES in plan/capacity.py.
     """
     key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
-    if arch.num_experts % exchanging and not rollout.expert_parallel:  # for which _shared_shards has the same rule
+    if arch.num_experts % exchanging and not rollout.expert_parallel:  # _shared_shards has the same rule for it
         yield (
             f"{key}: an NPU's expert kernels need equally many experts on each of {exchanging} ranks, which "
             f"{arch.num_experts} experts do not allow; use another number of ranks, {ENGINE_TORCH}"
@@ -461,7 +468,7 @@ def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int)
 
 
 def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:
-    """What its LoRA cannot do, by the same sources."""
+    """Yield limits of vLLM's LoRA, from the same sources."""
     moe = any(arch.moe_layers)
     # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
     # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
@@ -469,17 +476,17 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
         yield (
             "rollout.sync: adapter: vLLM adapts MoE layers with Triton kernels, which do not run on a CPU; set merged"
         )
-    # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; so do vllm-ascend's kernels
+    # lora_shrink_op.py: "assert inputs.dtype in [torch.float16, torch.bfloat16]"; vllm-ascend's kernels have it too.
     if device in ("cuda", "npu") and model.dtype == "fp32":
         yield "rollout.sync: adapter: vLLM's LoRA kernels do not support fp32 on a GPU or an NPU; set merged"
-    # lora_weights.py, pack_moe: three asserts
+    # lora_weights.py: pack_moe has three asserts for this.
     halves = {"linear_fc1", "linear_fc2"} & set(lora.targets)
     if device in ("cuda", "npu") and moe and len(halves) == 1:
         yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; set merged"
 
 
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
-    """A message for the first number of ``parts`` that ``ranks`` does not divide, with the nearest sizes that do."""
+    """Return a message for the first number in ``parts`` that ``ranks`` does not divide, with the nearest that do."""
     for what, number in parts.items():
         if number % ranks:
             working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]
