@@ -1,6 +1,6 @@
-"""The checks before a start: everything that a run reads except its weights, and what `--check` prints about it.
+"""The checks before a start: everything that a run reads except its weights, and the result that `--check` prints.
 
-InputError for input with which the run could not work.
+They raise InputError for input with which the run could not work.
 """
 
 import contextlib
@@ -32,45 +32,46 @@ from tasks.environment import Environment, Waiting
 from tasks.scoring import Call, Score, Scorer
 from weights import checkpoint, huggingface, teacher, tiny_model
 
-SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
-ASKED_TWICE = 4  # training questions about whose answers a user's environment is asked twice
+SCORED_TWICE = 8  # number of training questions whose answers a user's reward scores twice
+ASKED_TWICE = 4  # number of training questions whose answers a user's environment gets twice
 
 
 class Inputs(NamedTuple):
-    """What was read for the checks, and is used by the run."""
+    """The input that the checks have read and the run will use."""
 
     arch: Architecture
     tokenizer: Any  # of transformers
-    stop_tokens: set[int]  # they end a completion
+    stop_tokens: set[int]  # the tokens that end a completion
     questions: Questions
-    held_out: dict[str, Questions]  # those of data.test_path under "", and those of eval.sets
+    held_out: dict[str, Questions]  # the questions of data.test_path under "", and of eval.sets
     scorer: Scorer
     environment: Environment | None  # of rollout.environment
 
     @property
     def pad_token(self) -> int:
-        """The token that fills rows up."""
+        """The token that pads rows."""
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     @property
     def parts(self) -> list[tuple[str, Questions]]:
-        """The training questions and each set of held-out ones, with a name for a reader."""
+        """The training questions and each set of held-out questions, with names for a reader."""
         return [("train", self.questions), *((name or "held out", part) for name, part in self.held_out.items())]
 
     @property
     def probe(self) -> list[int]:
-        """The prompt on which engine and trainer are compared."""
+        """The prompt for comparisons between engine and trainer."""
         return self.held_out[""][0].prompt
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
-        """As rollout.score_completions, with the tokenizer and the reward of the run."""
+        """Score completions as rollout.score_completions does, with the tokenizer and the reward of the run."""
         return rollout.score_completions(answers, self.tokenizer, self.scorer)
 
 
 def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Architecture:
-    """The architecture of the model, after the checks of everything but the files of the model and of the questions.
+    """Check everything except the files of the model and of the questions, and return the model's architecture.
 
-    InputError for anything that cannot work. Without ``with_device`` neither the device nor the engine on it is judged.
+    Raises InputError for anything that cannot work. Without ``with_device``, neither the device nor the engine on it is
+    checked.
     """
     if with_device:
         devices.resolve(cfg.device)
@@ -83,17 +84,17 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
         arch = hf_config.read(cfg.model.path)
     refuse_first(problems(cfg, arch, ranks))
     if cfg.loss.teacher:
-        for _ in teacher.read(cfg, arch):  # one module at a time, and nothing of it is kept
+        for _ in teacher.read(cfg, arch):  # one module at a time, and none is kept
             pass
     if with_device:
         factory.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
-        aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
+        aqn.norm_targets(arch, cfg.aqn.targets)  # raises InputError for a target that matches no norm
     return arch
 
 
 def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, row_tokens: int) -> bool:
-    """Whether ``folder`` is for a tiny model that is not there yet. InputError if something else is there."""
+    """Return whether ``folder`` is for a tiny model that does not exist yet. Raises InputError for other content."""
     return tiny is not None and not tiny_model.exists(folder, tiny_model.recipe(tiny, data, row_tokens))
 
 
@@ -104,10 +105,10 @@ def read_inputs(
     beat: Callable[..., None] = lambda done="": None,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Inputs:
-    """The tokenizer and the questions with their prompts; no weight is read. ``beat`` is called after each prompt.
+    """Read the tokenizer and the questions with their prompts, but no weight. Calls ``beat`` after each prompt.
 
-    InputError for a file that cannot be used, for too few questions, for a held-out question among those of the
-    training, and for an environment that cannot be used. ``waiting``: see tasks/environment.py.
+    Raises InputError for an unusable file or environment, for too few questions, and for a held-out question that is
+    also a training question. For ``waiting`` see tasks/environment.py.
     """
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
@@ -146,9 +147,9 @@ def read_inputs(
 
 
 def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
-    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise.
+    """Raise InputError unless the reward scores every gold answer as correct. Otherwise the advantages would be noise.
 
-    A reward in processes of its own may be slow, so each rank checks its share of the answers.
+    A reward in separate processes may be slow, so each rank then checks its share of the answers.
     """
     if not reward.check_gold:
         return
@@ -174,9 +175,9 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
 
 
 def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
-    """InputError unless the user's functions repeat themselves and treat all rows alike.
+    """Raise InputError unless the user's functions are reproducible and treat all rows alike.
 
-    Whether they reward the right thing cannot be judged here.
+    This cannot show whether they reward the right thing.
     """
     if reward.function:
         rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
@@ -190,9 +191,10 @@ def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, sc
 
 
 def check_environment(environment: Environment, questions: Sequence[Question], arch: Architecture) -> None:
-    """InputError unless the user's environment repeats itself, and its tokens are in the model's vocabulary.
+    """Raise InputError unless the user's environment is reproducible and its tokens are in the model's vocabulary.
 
-    It is asked about the data's answers: each to the first of every text of rollout.stop in it, and the whole one.
+    The environment gets the data's answers: each one up to the first occurrence of every text in rollout.stop, and the
+    whole answer.
     """
     if (size := len(environment.tokenizer)) > arch.vocab_size:
         raise InputError(
@@ -213,16 +215,16 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
-    """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
+    """Return a completion that the reward should score as correct: the answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
     asks_for_box = reward_gsm8k.BOXED in instruction
     return answer if reward.function else reward_gsm8k.in_form(answer, reward.method, asks_for_box)
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """What a start would do, in lines; nothing is made. InputError for input with which a start would end.
+    """Return lines about what a start would do, without creating anything. Raises InputError where a start would end.
 
-    A configuration may be meant for a device that this machine lacks: a line says so, and the rest is judged.
+    If the configuration needs a device that this machine lacks, a line says so, and the rest is checked.
     """
     elsewhere = making = ""
     try:
@@ -266,17 +268,17 @@ def report(cfg: Config, ranks: int) -> str:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
+    """Raise InputError unless ``folder`` is writable or can be created. This creates nothing."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{key}: {folder}: {nearest} is not a writable folder; choose one that is")
 
 
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
-    """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
+    """Return the checkpoint for train.resume, with verified checksums, or None for a new run.
 
-    InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
-    tokenizer or the data have changed since the run was started. ``beat`` is called while these files are read.
+    Raises InputError if the named run has no good checkpoint or another configuration, or if the files of the model,
+    the tokenizer or the data have changed since the run was started. Calls ``beat`` while it reads these files.
     """
     if cfg.train.resume == "never":
         return None
@@ -303,7 +305,7 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
 
 
 def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
-    """What is printed before the first step: layout, data, and the batch arithmetic."""
+    """Return the text to print before the first step: layout, data, and batch arithmetic."""
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
     tensor, expert = cfg.parallel.tensor, cfg.parallel.expert
@@ -329,7 +331,7 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
 
 
 def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
-    """Return a warning if questions of two parts differ only in what a reader hardly sees, such as case or width."""
+    """Return a warning if questions of two parts differ only in case, width or invisible characters."""
     pairs = question_files.alike(first, second)
     if not pairs:
         return []
@@ -341,7 +343,7 @@ def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
-    """A warning for each form of answers that most prompts ask for and that reward.method does not read."""
+    """Return a warning for each answer form that most prompts ask for but reward.method does not read."""
     if reward.function:
         return []
     texts = {"data.instruction": [instruction]}
@@ -360,7 +362,7 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
 
 
 def texts(settings: str, inputs: Inputs) -> dict[str, str]:
-    """What all ranks must have read alike, each from the files of its own node."""
+    """Return the texts that must be equal on all ranks, because each rank reads the files of its node."""
     return {
         "the configuration": settings,
         "config.json of model.path": repr(inputs.arch),
