@@ -49,7 +49,8 @@ class Problem:
 def held_out(x: int, y: int) -> bool:
     """Return whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49.
 
-    That is one in eight. A pair is held out of both operations. Otherwise a teacher that adds instead of subtracting would teach its sum.
+    That is one in eight. A pair is held out of both operations. Otherwise a teacher that adds instead of subtracting
+    would teach its sum.
     """
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
