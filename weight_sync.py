@@ -56,7 +56,7 @@ class Tensors(Way):
         push.engine.load_weights(push.tensors())
 
     def send(self, push: "Push", watched: Callable[[Stream], Stream]) -> None:
-        """Give the engine all that training or noise changes. Every stream passes through ``watched``."""
+        """Give the engine everything that training or noise changes. Every stream passes through ``watched``."""
         if push.stacks:
             push.engine.load_stacks(watched(push.merged_stacks()))
         push.engine.load_weights(watched(push.tensors(set(push.clean_norms))))
@@ -115,7 +115,7 @@ class Push:
         self.model, self.arch, self.parallel = self.policy.model, self.policy.arch, self.policy.parallel
         self.probe = Probe(engine, self.policy, self.cfg.rollout)
         self.stacks: dict[str, Stack] = {}
-        self.clean_norms: dict[str, Tensor] = {}  # the weights, without noise, of the norms that noise changes
+        self.clean_norms: dict[str, Tensor] = {}  # the noise-free weights of the norms that noise changes
         if self.cfg.aqn.schedule != "off":
             norms = aqn.norm_targets(self.arch, self.cfg.aqn.targets)
             self.clean_norms = aqn.clean_norms(self.tensors(set(norms)), norms)
@@ -141,8 +141,7 @@ class Push:
     def _fits(self) -> bool:
         """Return whether the memory of every engine holds the experts that were pushed to it. Collective.
 
-        If it does not, the layout of the memory is another one. Experts that the trainer holds quantised are not
-        compared.
+        If it does not, the memory has another layout. Experts that the trainer stores quantised are not compared.
         """
         fits = True
         for name, linear in self._experts() if self.stacks else ():
@@ -174,7 +173,7 @@ class Push:
         return shared_bytes
 
     def _experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the name of each stack of the engine, with the module that holds this rank's experts of that stack."""
+        """Yield the name of each stack of the engine, with the module that has this rank's experts of that stack."""
         for i, (layer, is_moe) in enumerate(zip(self.model.decoder.layers, self.arch.moe_layers, strict=True)):
             for module in modules(self.arch, is_moe):
                 if module.kind == "experts":
@@ -242,8 +241,8 @@ class Push:
         Two metrics are measured on the prompt ``probe``. aqn/probe_gap, in nats per token and before the noise, shows
         whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine: it is
         the largest change of a token's log-prob, at temperature FLAT and after half of the prompt, and exactly 0 if the
-        engine ignores the noise. Each is the worst value of any rank, so all ranks judge the same numbers. Raises
-        AqnError if the noise differs from the noise that was asked for.
+        engine ignores the noise. Each is the worst value of any rank, so all ranks check the same numbers. Raises
+        AqnError if the noise differs from the requested noise.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(
