@@ -1,12 +1,12 @@
 """Writes a run's adapters for other programs: a merged Hugging Face model, or a PEFT adapter.
 
-    python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
-    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
+    python export.py RUN --merged DIR | --adapter DIR [--step N]       the checkpoint after N steps, or the newest
+    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           write probes that show if an adapter is applied
 
-It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft; only --probes
-loads a model, by transformers, or under torchrun by Megatron. A merged model is read back and checked (names, shapes,
-finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute the
-trainer's log-probabilities from them. E experts, R the rank of a pair.
+It is one process on the CPU that handles one tensor at a time, without Megatron, transformers or peft. Only --probes
+loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked (names,
+shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute
+the trainer's log-probabilities from these files. E is the number of experts, and R the rank of a pair.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from weights.peft_adapters import Form, Pairs
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
 
-READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/adapters.md
+READ_BY: dict[Form, str] = {  # the programs that apply an adapter of each form, from docs/adapters.md
     "stack": "Its routed experts are applied by PEFT 0.20.0 and 0.21.2 with transformers 5.19.0 and 5.24.0. PEFT with "
     "transformers 4.57.6 leaves them out, without a warning if the model has a shared expert or dense layers; `--form "
     "leaf` writes the form for it.",
@@ -52,7 +52,7 @@ READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/ad
     "transformers 5 may leave them, or dense layers, out without a warning; `--form stack` writes the form for it.",
 }
 
-RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, whose keys data.* say how to ask it
+RUN_CONFIG = "run_config.yaml"  # config.yaml of the run in a merged model, whose keys data.* describe the prompts
 
 
 # ------------------------------------------------------------------------------------------------ reading the run
@@ -61,9 +61,9 @@ RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, who
 def read_policy(
     run_dir: Path, step: int | None, accept_changed_inputs: bool
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
-    """Of a run: configuration, checkpoint, accepted changes of its inputs, architecture, adapted modules, factors.
+    """Read a run: configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
 
-    InputError for a base model that has changed, or that the factors do not fit.
+    Raises InputError if the base model has changed, or if the factors do not fit it.
     """
     cfg, found = read_run(run_dir, step)
     changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
@@ -74,9 +74,10 @@ def read_policy(
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
-    """The run's configuration, and its checkpoint of ``step`` finished steps (None: the newest with right checksums).
+    """Return the run's configuration, and its checkpoint after ``step`` steps, or the newest with correct checksums.
 
-    InputError if the folder is no run or has no such checkpoint, or if config.yaml has changed since the checkpoint.
+    Raises InputError if the folder is not a run or has no such checkpoint, or if config.yaml has changed since the
+    checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: no config.yaml; give the folder of a run (or for --probes of a PEFT adapter)")
@@ -111,10 +112,10 @@ def merged_tensors(
     dtype: torch.dtype,
     quantisation: str = "none",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the base model by name: W + (alpha / R) B A in fp32 where trained, cast once; these come first.
+    """Yield every tensor of the base model by name. Trained ones come first: W + (alpha / R) B A in fp32, cast once.
 
-    It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and experts to their
-    ``quantisation``, because the adapters were trained on the rounded weights.
+    They are bit-identical to the push of a trainer with one rank. The base is first rounded to ``dtype``, and experts
+    to their ``quantisation``, because the adapters were trained on the rounded weights.
     """
     frozen = functools.partial(quantised.frozen, base, dtype=dtype, quantisation=quantisation)
     done: set[str] = set()
@@ -138,7 +139,7 @@ def merged_part(
     alpha: float,
     arch: Architecture,
 ) -> list[Tensor]:
-    """The ``weights`` of adapted.names(part), merged: multiplied as the trainer does.
+    """Merge the ``weights`` of adapted.names(part) with the same multiplications as the trainer.
 
     A product of the transposed factors, or of other rows together, may round differently.
     """
@@ -189,10 +190,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and what reads them.
+    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and a README about their readers.
 
-    They name the folder of the base model from the root, because the adapter is used from anywhere. The tokenizer and
-    its chat template lie beside them, as servers expect.
+    They have the absolute path of the base model, because the adapter can be used from anywhere. The tokenizer and its
+    chat template are in the same folder, as servers expect.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."
@@ -204,10 +205,10 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
 
 
 def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) -> str:
-    """Write the probes of weights/probes.py, with the adapter of ``source`` among them.  -> the line that says so
+    """Write the probes of weights/probes.py, including the adapter of ``source``, and return a line about it.
 
-    ``source``: a run, or a PEFT adapter for ``base`` (None: the model that it names). The reference is transformers in
-    float64, or under torchrun the run's trainer in its layout. Collective then.
+    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that it names). The reference is
+    transformers in float64, or under torchrun the run's trainer in its layout. Under torchrun this is collective.
     """
     refuse_used(out_dir)
     cfg, under_torchrun, first = None, "RANK" in os.environ, parallel_setup.launched_rank() == 0
@@ -225,7 +226,7 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = os.path.abspath(cfg.model.path), pairs_of(modules, factors, cfg.lora.alpha)
     if cfg and under_torchrun:
-        rank = max(2 * probes.RANK, *(len(pair.a) for pair in pairs.values()))  # twice: of probes.OWN_A
+        rank = max(2 * probes.RANK, *(len(pair.a) for pair in pairs.values()))  # twice the rank, for probes.OWN_A
         reference: contextlib.AbstractContextManager[probes.Value] = probes.Trainer.opened(cfg, arch, rank)
     else:
         reference = contextlib.nullcontext(probes.Float64(base, arch))
@@ -251,10 +252,10 @@ def _note(text: str) -> None:
 
 
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
-    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``.  -> the line that says what it is
+    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``, and return a line about it.
 
-    InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or has
-    changed since the run; accepted changes are listed in ``out_dir``/changed_inputs.json.
+    Raises InputError if ``out_dir`` is in use, if the run has no good checkpoint, or if the base model does not fit or
+    has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
@@ -281,7 +282,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
+    """Run the command: print what was written, or one error line. Returns the exit code, which is 2 on InputError."""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
     parser.add_argument(
         "run", metavar="RUN", type=path_option, help="folder of a run, or for --probes of a PEFT adapter"
@@ -314,4 +315,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    parallel_setup.run_command(main, sys.argv[1:])  # --probes may have been started by torchrun
+    parallel_setup.run_command(main, sys.argv[1:])  # torchrun may have started --probes

@@ -1,16 +1,16 @@
 """Keeps and compares the records of runs, and writes the pages that follow from them.
 
     python report.py add out/RUN ... [--id NAME]    store finished runs as results/NAME.parquet, which must be new
-    python report.py build                          write RESULTS.md, two pages beside it, figures, README's tree
-    python report.py --check                        exit 1 if a record was changed, or a page is not what they say
-    python report.py --check --against REV          and if since commit REV a record was changed or removed
+    python report.py build                          write RESULTS.md, two other pages, figures, and README's tree
+    python report.py --check                        exit 1 if a record was changed or a page differs from the records
+    python report.py --check --against REV          also exit 1 if a record was changed or removed since commit REV
     python report.py rerun ID [--run]               print the commands that repeat a run (--run: execute and compare)
     python report.py weights ID FOLDER              write the tiny model from which the run started to FOLDER
-    python report.py show out/RUN                   how the run is going, and what its model writes (--help: views)
+    python report.py show out/RUN                   show the run's progress and its completions (--help: more views)
     python report.py compare A B [C ...]            compare records, variants or run folders with the first one
     python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
-This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
+This needs only requirements/report.txt. For unusable input it prints one line and exits with code 2.
 """
 
 import argparse
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 COMMIT = "[0-9a-f]{7,64}"
-RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it wrote the records anew; from here on they only grow
+RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it rewrote the records; since then they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 
 
@@ -46,7 +46,7 @@ VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # pac
 
 
 def quoted(text: str) -> str:
-    """``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
+    """Quote ``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
@@ -54,8 +54,8 @@ def quoted(text: str) -> str:
 def rerun_commands(record: Record, results: Path) -> str:
     """Return shell commands that repeat the run in a new folder next to this checkout, from its weights if kept.
 
-    Another person may have written the record, so its texts are quoted. InputError unless its commit is a hash, its id
-    a name, and its command one that can be split into words.
+    Another person may have written the record, so its texts are quoted. Raises InputError unless its commit is a hash,
+    its id is a name, and its command can be split into words.
     """
     for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
         if not re.fullmatch(form, found):
@@ -98,7 +98,7 @@ def rerun_commands(record: Record, results: Path) -> str:
 
 
 def rerun(results: Path, record: Record, execute: bool) -> int:
-    """Print the commands. With ``execute``, run them and compare the new run with the record.  -> exit code"""
+    """Print the commands. With ``execute``, run them and compare the new run with the record. Returns the exit code."""
     commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
     if not execute:
@@ -111,9 +111,10 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
 
 
 def repeat(a: Record, b: Record) -> tuple[str, int]:
-    """How a run and its repeat compare, and the exit code; nothing if another configuration or layout was run.
+    """Compare a run and its repeat, and return a sentence and the exit code; "" for another configuration or layout.
 
-    On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
+    On a CPU, the same configuration, layout, versions and processor must give the same bytes. Anything else is a
+    defect.
     """
     if changed_keys(a.config, b.config) or records.differing(a, b):
         return "", 0
@@ -144,9 +145,9 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 
 @records.of_others
 def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record]]:
-    """What ``name`` names: a record, a variant, the folder of a run, or that of a sweep.
+    """Return the steps of ``name``, and one record of each of its variants.
 
-    Its steps, and one record of each of its variants.
+    ``name`` is a record, a variant, the folder of a run, or the folder of a sweep.
     """
     folder = Path(name)
     if (folder / "sweep.json").exists():
@@ -167,9 +168,9 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
 
 @records.of_others
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
-    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
+    """Compare a repeat byte for byte, and other runs with intervals. Returns 1 if a repeat differs without a reason.
 
-    ``kind``: by default the sampled answers, or the greedy ones where no run has sampled ones.
+    By default, ``kind`` is the sampled answers, or the greedy ones if no run has sampled answers.
     """
     import pandas
 
@@ -193,7 +194,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 
 
 def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], kind: comparisons.Kind) -> None:
-    """Print how each variant but the first differs from the first one: its settings, and its answers over the seeds."""
+    """Print how each other variant differs from the first one, in settings and in answers over the seeds."""
     base, *others = variants
     entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
@@ -215,7 +216,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Return a number of 0 or more; argparse prints the reason for any other text."""
+    """Return a number of 0 or more. For any other text, argparse prints the reason."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
     return int(text)
@@ -244,7 +245,7 @@ def view(run: Path, args: argparse.Namespace) -> list[str]:
 
 
 def check(results: Path, page: Path, revision: str) -> int:
-    """Print every fault of the records and the pages.  -> exit code"""
+    """Print every fault of the records and the pages, and return the exit code."""
     faults = changed_records(results, revision) + pages.stale(results, page)
     said = "\n".join(faults) or f"{page}: agrees with the records in {results}"
     print(said, file=sys.stderr if faults else sys.stdout)
@@ -252,9 +253,10 @@ def check(results: Path, page: Path, revision: str) -> int:
 
 
 def changed_records(results: Path, revision: str) -> list[str]:
-    """A sentence for each file of records that was changed or removed since ``revision``, which is HEAD by default.
+    """Return a sentence for each file of records that was changed or removed since ``revision``, by default HEAD.
 
-    The working tree counts, each commit, and what a merge changes in its first parent. InputError for no such revision.
+    The working tree, each commit, and a merge's changes to its first parent count. Raises InputError if there is no
+    such revision.
     """
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
