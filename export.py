@@ -282,7 +282,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: print what was written, or one error line. Returns the exit code, which is 2 on InputError."""
+    """Run the command, print a line about its result or error, and return the exit code, which is 2 on InputError."""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
     parser.add_argument(
         "run", metavar="RUN", type=path_option, help="folder of a run, or for --probes of a PEFT adapter"

@@ -145,15 +145,15 @@ def policy_loss(
     gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios, its gradient is spread
     over the row's tokens, and there is no dual clip.
     cispo (arXiv 2506.13585): -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
-    dppo_tv (arXiv 2602.04879, Binary-TV): -A r, and 0 if the token's probability has moved away from its old value in
-    the direction of A by more than clip_high (A > 0) or clip_low (A < 0).
+    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has moved from its old value in the
+    direction of A by more than clip_high (A > 0) or clip_low (A < 0).
     If ``kind`` is a function, it computes the token losses itself.
 
     For aggregate, num_tokens, num_sequences and max_new_tokens see aggregate_loss. GSPO's paper uses
     seq-mean-token-mean. The statistics have no gradient. They are policy_loss, which is the loss itself, and means over
-    tokens: clip_frac and dual_clip_frac (both 0 where A = 0, because clipping changes nothing there), ppo_kl
-    (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|, which is exactly 0 as long as the policy is the
-    old one. With the update's num_tokens, they add up over micro-batches and ranks.
+    tokens: clip_frac, dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|. Both
+    clip fractions are 0 where A = 0, because clipping changes nothing there. ratio_gap is exactly 0 as long as the
+    policy is the old one. With the update's num_tokens, the statistics add up over micro-batches and ranks.
     """
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))

@@ -48,7 +48,7 @@ def _written(paths: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Return user_path of a text, or a tuple for a list of texts. For other values, ValueError says what is needed."""
+    """Return user_path of a text, or a tuple for a list of texts. Raises ValueError for other values."""
     if isinstance(value, str):
         return user_path(value)
     if isinstance(value, list | tuple) and value and all(isinstance(path, str) and path for path in value):
@@ -62,7 +62,7 @@ Paths = Annotated[str | tuple[str, ...], PlainValidator(_paths), AsWritten]
 
 
 def _logged(value: Any) -> str | int:
-    """Return "all" or a number of questions. For other values, ValueError says what is needed."""
+    """Return "all" or a number of questions. Raises ValueError for other values."""
     if value == "all" or (type(value) is int and 0 <= value <= 10**9):
         return value
     raise ValueError("'all' or a number of questions, 0 or more")

@@ -232,8 +232,8 @@ class Learner:
 
         stale_logp comes from the policy that sampled, for the metrics of the gap to the sampler. old_logp comes from
         before the first optimizer step, and the ratios of later updates are relative to it. The first update needs no
-        such pass, because its log-probs are those of that policy, so its ratio is 1. With replay r2 it still has the
-        pass, which also records the routes.
+        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 it still has the pass,
+        which also records the routes.
         """
         cfg, current = self.cfg, contextlib.nullcontext
         every, later = all_micro_batches(updates), all_micro_batches(updates[1:])

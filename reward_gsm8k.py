@@ -154,12 +154,12 @@ def _strict_answer(response: str) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------- other projects
 def _lm_eval_text(text: str) -> str:
-    """Return what lm-evaluation-harness compares: the text after the last '#### ' without commas, '$' and final dot."""
+    """Return the text after the last '#### ' without commas, '$' and a final dot, as lm-evaluation-harness does."""
     return re.sub(r"\.$", "", text.replace(",", "").replace("$", "").rpartition("#### ")[2]).lower()
 
 
 def _boxed_answer(response: str) -> str | None:
-    """The content of the last \\boxed{} of a text <think> .. </think> .. <answer> .. \\boxed{ .. } .. </answer>.
+    """Return the last \\boxed{} content of a text <think> .. </think> .. <answer> .. \\boxed{ .. } .. </answer>.
 
     Each part is searched from the end of the previous part. This gives the result of MindSpeed-RL's regular expression
     in linear time.
@@ -182,8 +182,8 @@ def _boxed_answer(response: str) -> str | None:
 def _boxed_value(text: str) -> float | str:
     """Return the value that base_acc compares: the cleaned text, or its number if it is one.
 
-    MindSpeed-RL also checks with a symbolic parser whether two texts are equal, but not if one of them is a whole
-    number and the other is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. The results
+    MindSpeed-RL also lets a symbolic parser compare two texts, but not if one of them is a whole number and the other
+    is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. The results
     can differ only for unusual LaTeX around a number.
     """
     name, equals, value = text.partition("=")

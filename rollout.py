@@ -1,7 +1,7 @@
 """Step 2: sample and score G completions of each prompt.
 
 P is the number of prompts, G the number of completions per prompt, S = P x G the number of sequences, and
-N = max_new_tokens. A replica is a group of rollout.tensor ranks that together hold one copy of the model. Replica r of
+N = max_new_tokens. A replica is a group of rollout.tensor ranks that share one copy of the model. Replica r of
 n samples the prompts r, r + n, r + 2 n, ... All ranks then exchange their results, so every rank has the whole rollout.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CUT_OFF = {"length": 1, "turns": 2}  # maps a finish_reason to its number in a message; 0 means any other
-OPENING_TOKENS = 16  # enough to hold `<think>` and the line breaks at the end of a prompt
+OPENING_TOKENS = 16  # enough for `<think>` and the line breaks at the end of a prompt
 Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 

@@ -47,7 +47,7 @@ class Tensors(Way):
         """Leave the device to the engine, which is opened next. Merged experts are shared after the first push."""
 
     def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
-        """Yield what load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
+        """Yield the tensors that load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
         of = self.policy
         return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
 
@@ -74,7 +74,7 @@ class Factors(Tensors):
     """The engine keeps the base weights and gets the LoRA factors, whole (rollout.sync adapter). Collective."""
 
     def make_room(self) -> None:
-        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
+        """Keep the experts on the host until they are shared, so that the device never stores them twice."""
         if not self.shares(adapted=True):
             return
         for module in self.policy.model.modules():
@@ -139,7 +139,7 @@ class Push:
         return stacks if all(self.parallel.gather_objects(as_planned)) else {}
 
     def _fits(self) -> bool:
-        """Return whether the memory of every engine holds the experts that were pushed to it. Collective.
+        """Return whether the memory of every engine has the experts that were pushed to it. Collective.
 
         If it does not, the memory has another layout. Experts that the trainer stores quantised are not compared.
         """

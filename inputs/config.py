@@ -309,7 +309,7 @@ REMOVED = {
     "rollout.ranks": 0,
 }  # fmt: skip
 
-# Keys that were replaced, each with an instruction what to write instead.
+# Keys that were replaced, each with an instruction.
 REPLACED = {
     "train.tensorboard": "write train.trackers: [tensorboard] for true, or remove it for false",
     "rollout.ranks": "remove it, because every rank trains and samples (rollout.staleness=1 still samples with the "

@@ -226,8 +226,8 @@ def refuse_used(folder: Path) -> None:
 def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
     """Make a folder to fill (`aside`) in this block, which gets the name ``folder`` at the end.
 
-    So no half-written folder ever has that name. The remains of an error or of a killed process are removed, and
-    nothing else is. Raises InputError if ``folder`` is in use or cannot be written, and for errors of type ``others``.
+    So no half-written folder ever has that name. Only the remains of an error or of a killed process are removed.
+    Raises InputError if ``folder`` is in use or cannot be written, and for errors of type ``others``.
     """
     target = Path(os.path.realpath(folder))
     filling = aside(folder)

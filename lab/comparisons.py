@@ -262,7 +262,7 @@ def of_family(
 
 
 def verdict(one: Effect, p: float, margin: float) -> str:
-    """Return "equal" if the interval is within the margin, "larger" or "smaller" if p is small, else "undecided"."""
+    """Return "equal" if the interval is within the margin, "larger" or "smaller" if p is small, or "undecided"."""
     if one.seeds < MIN_SEEDS:
         return "undecided"
     if max(abs(one.low), abs(one.high)) < margin:

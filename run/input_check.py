@@ -222,7 +222,7 @@ def right_answer(reward: RewardConfig, instruction: str, question: Question) -> 
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """Return lines about what a start would do, without creating anything. Raises InputError where a start would end.
+    """Describe a start in lines, without creating anything. Raises InputError for input with which it would end.
 
     If the configuration needs a device that this machine lacks, a line says so, and the rest is checked.
     """

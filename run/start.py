@@ -57,7 +57,7 @@ class Start:
 
 @contextlib.contextmanager
 def started(cfg: Config) -> Iterator[Start]:
-    """Make a `Start` in this block, note the error that ends the run, and close what was opened."""
+    """Make a `Start` in this block, note the error that ends the run, and close all parts."""
     log = RunLog(cfg, parallel_setup.launched_rank())
     heartbeat = Heartbeat(cfg.train.stall_seconds, log)
     progress.end_on_signals(log.reached, log.note)

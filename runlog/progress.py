@@ -40,10 +40,9 @@ def ending_signals() -> list[signal.Signals]:
 def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str], None] = lambda line: None) -> None:
     """Let each of ending_signals() end this process at once. Rank 0 prints and notes one line with ``reached()``.
 
-    Python calls handlers in the main thread, but not while that thread waits in a collective. It does write the number
-    of a signal to a pipe as soon as the signal arrives, whatever the main thread does, and a thread here reads the
-    pipe. A thread could also wait for a blocked signal without a pipe. But the signal would stay blocked in every
-    program that this process starts.
+    Python calls handlers in the main thread, but not while that thread waits in a collective. However, it writes the
+    number of a signal to a pipe as soon as it arrives, and a thread here reads the pipe. A thread could also wait for a
+    blocked signal without a pipe. But the signal would stay blocked in every program that this process starts.
     """
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
