@@ -263,7 +263,7 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
         if form is not None:
             if cfg.merging >= Merging.PASSES:
                 _note(
-                    "this run trained merged weights rounded to bf16; --merged exports these, an adapter is not rounded"
+                    "this run trained merged weights rounded to bf16; --merged exports them, an adapter is not rounded"
                 )
             pairs = pairs_of(modules, factors, cfg.lora.alpha)
             write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
@@ -273,7 +273,9 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
             write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(of_last_start(run_dir, "config.yaml")))
             if cfg.model.dtype == "bf16" and cfg.merging < Merging.PASSES:
-                _note("this run kept factors apart from the base; merging rounds them to bf16, --adapter does not")
+                _note(
+                    "this run trained with separate factors; bf16 rounds the merged weights, --adapter rounds nothing"
+                )
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
             _note(f"accepted: {changed[0]} ({len(changed)} in all, listed in {out_dir / 'changed_inputs.json'})")

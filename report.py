@@ -280,7 +280,9 @@ def changed_records(results: Path, revision: str) -> list[str]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is stale")
-    parser.add_argument("--against", metavar="REV", default="", help="with --check: compare records with this commit")
+    parser.add_argument(
+        "--against", metavar="REV", default="", help="with --check: records must only have grown since then"
+    )
     parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")

@@ -340,7 +340,7 @@ def _shared_shards(
         sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
         yield (
             f"rollout.expert_parallel: {arch.num_experts} experts cannot be divided evenly among all {ranks} ranks; "
-            f"start one of the nearest numbers of ranks that work ({nearest(ranks, sizes)}), {STREAMED}"
+            f"use one of the nearest numbers of ranks that work ({nearest(ranks, sizes)}), {STREAMED}"
         )
     elif parallel.expert != ranks:
         yield (

@@ -113,7 +113,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
         named = [one for one in made if one.entry.method == finding.method and one.outcome != comparisons.WITHHELD]
         found = [one for one in named if finding.against in ("", one.entry.base)]
         if not found:
-            raise InputError(f"findings: {finding.method}: no comparison has records and controls that were found")
+            raise InputError(f"findings: {finding.method}: no comparison has records and controls as predicted")
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
         if found[0].share:
             points += f"; {_share(found[0])} of the loss"

@@ -290,7 +290,8 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"{when}: in every group all completions are equal, with a probability of e^-{self.identical_nats:.0f}",
+                f"{when}: in every group all completions are equal, by chance only with a probability of "
+                f"e^-{self.identical_nats:.0f}",
                 "the seeds that the engine uses for the samples of one prompt",
             )
 
@@ -417,6 +418,6 @@ class Tripwires:
         if metrics.get("actor/entropy", math.inf) < ENTROPY_FLOOR:  # absent if no row was trained
             self.trip(
                 "entropy",
-                f"{when}: the entropy is {metrics['actor/entropy']:.2g} nats per token, so sampling hardly varies",
+                f"{when}: the entropy is {metrics['actor/entropy']:.2g} nats per token, so completions repeat",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )

@@ -138,7 +138,9 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
         size += f", {len(questions)} different question{'s' * (len(questions) > 1)}"
         name += f"; {size}"
     if count > len(questions):
-        raise InputError(f"data.num_train: {count} exceeds {', '.join(listed(paths))}: {size}; lower it")
+        raise InputError(
+            f"data.num_train: {count} exceeds the questions of {', '.join(listed(paths))} ({size}); lower it"
+        )
     if not count:
         return questions, name
     chosen = [questions[index * len(questions) // count] for index in range(count)]

@@ -688,7 +688,7 @@ def test_what_cannot_share_shards_whatever_the_model_is_refused(overrides, expec
             16,
             ["parallel.expert=1"],
             "rollout.expert_parallel: 60 experts cannot be divided evenly among all 16 ranks; "
-            "start one of the nearest numbers of ranks that work (12, 20),",
+            "use one of the nearest numbers of ranks that work (12, 20),",
         ),
         (
             QWEN3_30B_A3B,
