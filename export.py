@@ -192,8 +192,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
     """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and a README about their readers.
 
-    They have the absolute path of the base model, because the adapter can be used from anywhere. The tokenizer and its
-    chat template are in the same folder, as servers expect.
+    They contain the absolute path of the base model, because the adapter can be used from anywhere. The tokenizer and
+    its chat template are in the same folder, as servers expect.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."

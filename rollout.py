@@ -144,8 +144,8 @@ def sample(
 ) -> tuple[Rollout, list[list[Completion]], list[Row]]:
     """Sample and score G completions of each question.
 
-    Returns the completions of all ranks, on every rank, those that this rank sampled, as the engine returned them, and
-    a row for each of the latter.
+    Returns the completions of all ranks on every rank, this rank's completions as the engine returned them, and a row
+    for each of this rank's completions.
     The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
     round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
     get completions, and the rows of the others are 0.
@@ -246,9 +246,10 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
 
 
 def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion]], scores: list[Score]) -> list[Row]:
-    """Return the row that a run stores for each answer, which is a prompt's index, a number, and a completion.
+    """Return the row that a run stores for each of ``answers``, with its score.
 
-    A row also has the score. `of_step` adds values that only the trainer knows.
+    An answer is the index of its prompt, its number in the group, and a completion. `of_step` adds values that only the
+    trainer knows.
     """
     rows = []
     for (prompt, sample, one), score in zip(answers, scores, strict=True):

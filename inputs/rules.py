@@ -378,7 +378,7 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
-    """Yield why rollout.tensor, here ``tensor``, ranks cannot share one copy of the model."""
+    """Yield why ``tensor`` ranks (rollout.tensor) cannot share one copy of the model."""
     kv_heads = arch.num_kv_heads
     split = {
         "ranks": ranks,

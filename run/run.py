@@ -74,7 +74,7 @@ class Run:
     def introduce(self, learner: Learner, push: Push) -> None:
         """Print the layout, the data and the trained modules, and the folder of the run.
 
-        With rollout.expert_parallel, raises Tripped before this if the first push did not reach the engine. Collective.
+        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. Collective.
         """
         parallel = self.parallel
         self.heartbeat.beat("the first push of the whole model")
@@ -194,7 +194,7 @@ class Run:
         dist.barrier()
 
     def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of plan/utilisation.py for a step. Learner explains ``trained``."""
+        """Return the metrics of plan/utilisation.py for a step. ``trained`` is Learner.trained."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         learned, device = [rows[sequence] for sequence in trained], self.parallel.device
