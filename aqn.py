@@ -1,14 +1,13 @@
 """Adds adaptive quantisation noise (AQN, arXiv 2510.11696) to the RMSNorm weights of the sampler's copy.
 
-    norms = norm_targets(arch, ["attention", "experts"])                which norms
+    norms = norm_targets(arch, ["attention", "experts"])                choose the norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise
-    noisy = perturb(weights, clean, report, seed=..., step=...)         each push, with a NoiseReport(sigma); a stream
-    check_report(report, norms)                                         after the stream was read
+    noisy = perturb(weights, clean, report, seed=..., step=...)         a stream for each push, with NoiseReport(sigma)
+    check_report(report, norms)                                         after the stream has been read
 
-The noise is Gaussian, and a function of (seed, step, name of the norm). It is added to the clean weight each time.
-Everything that reads a norm's output sees its noise: the norm before the experts is also that of the router and the
-shared expert.
-h hidden size. Names are Hugging Face's.
+The noise is Gaussian and a function of (seed, step, name of the norm). It is added to the clean weight each time.
+Everything that reads a norm's output sees its noise: the router and the shared expert read the same norm as the
+experts. h is the hidden size. Names are those of Hugging Face.
 """
 
 import math
@@ -21,7 +20,7 @@ from facts.architectures import Architecture, layers, tensor_shapes
 from facts.exits import AqnError, InputError
 from facts.seeds import derive_seed
 
-READERS = {  # member of aqn.targets -> the kinds of modules that read its norms, and their name in a message
+READERS = {  # maps a member of aqn.targets to the kinds of modules that read its norms, and their name in a message
     "attention": (("attention",), "attention"),
     "experts": (("experts",), "MoE layer"),
     "mlp": (("dense", "shared"), "dense layer and no shared expert"),
@@ -29,20 +28,22 @@ READERS = {  # member of aqn.targets -> the kinds of modules that read its norms
 
 
 def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:
-    """The names of the norms with noise, in the order of the checkpoint.
+    """Return the names of the norms that get noise, in the order of the checkpoint.
 
     attention   input_layernorm of every layer, which feeds q, k and v.
     experts     post_attention_layernorm of every MoE layer.
     mlp         post_attention_layernorm of every dense layer, and of every MoE layer with a shared expert.
 
-    Raises InputError for a target that touches no norm of this model.
+    Raises InputError for a target that matches no norm of this model.
     """
     norms = set()
     for target in targets:
         kinds, what = READERS[target]
         before = {f"{layer}{m.reads}.weight" for layer, m in layers(arch) if m.reads and m.kind in kinds}
         if not before:
-            raise InputError(f"aqn.targets: {target} touches no norm: this {arch.model_type} model has no {what}")
+            raise InputError(
+                f"aqn.targets: {target} matches no norm, because this {arch.model_type} model has no {what}; remove it"
+            )
         norms |= before
     return [name for name in tensor_shapes(arch) if name in norms]
 
@@ -53,16 +54,17 @@ def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:
 def sigma_at(
     step: int, total_steps: int, *, sigma_start: float, sigma_end: float, num_stages: int, schedule: str = "qerl"
 ) -> float:
-    """The standard deviation of the noise at ``step`` (from 0) of ``total_steps``; s = sigma_start, e = sigma_end.
+    """Return the standard deviation of the noise at ``step`` (from 0) of ``total_steps``.
 
-    qerl      as the code of QeRL: the run has K = num_stages stages, and a step is in stage k = floor(step K / total),
-              at most K - 1. Sigma is s (e/s)^((k-1) / (K-2)), and 0 in stage 0. The last stage has exactly e. With
-              K = 2 the only noisy stage has s, where the code of QeRL divides by 0.
-    paper     as algorithm 1 of the paper: k = floor((step' - 1) / floor(total / K)), where step' = step + 1 counts
-              from 1. Sigma is s (e/s)^((k-1) / (K-1)), so e is never reached, and 0 in stage 0. Two cases are open in
-              the paper: if K does not divide the total, the remaining steps belong to the last stage, K - 1; with
+    Below, s is sigma_start, e is sigma_end, and K is num_stages.
+    qerl      follows QeRL's code: the run has K stages, and a step is in stage k = floor(step K / total), at most
+              K - 1. Sigma is s (e/s)^((k-1) / (K-2)), and 0 in stage 0. The last stage has exactly e. With K = 2, the
+              only noisy stage has s, whereas QeRL's code divides by 0.
+    paper     follows algorithm 1 of the paper: k = floor((step' - 1) / floor(total / K)), where step' = step + 1 counts
+              from 1. Sigma is s (e/s)^((k-1) / (K-1)), so e is never reached, and 0 in stage 0. The paper leaves two
+              cases open. If K does not divide the total, the remaining steps belong to the last stage, K - 1. With
               fewer steps than stages, each step is a stage.
-    constant  s at every step, also the first; sigma_end and num_stages are not read.
+    constant  uses s at every step, including the first; sigma_end and num_stages are not read.
     With K = 1 there is no noisy stage. A step after the end counts as the end. Raises ValueError for an argument out of
     range.
     """
@@ -75,7 +77,7 @@ def sigma_at(
         ("sigma_end", sigma_end, "a positive number", 0 < sigma_end < math.inf or schedule == "constant"),
     ):
         if not valid:
-            raise ValueError(f"{name}: found {value!r}; needed: {needed}")
+            raise ValueError(f"{name}: must be {needed}, not {value!r}")
     if schedule == "constant":
         return float(sigma_start)
     step = min(step, total_steps)
@@ -95,15 +97,17 @@ def sigma_at(
 
 
 def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    """The bf16 ``weight`` plus noise of mean 0 and variance sigma^2, drawn on the grid of bf16.  -> same shape, bf16
+    """Add noise of mean 0 and variance sigma^2 to the bf16 ``weight``, drawn on the grid of bf16.  -> same shape, bf16
 
-    Rounded Gaussian noise would mostly vanish, or be biased, where the grid of bf16 is coarser than sigma. Let s_u and
-    s_d be the steps to the next bf16 number up and down, which differ at a power of 2.
-    sigma^2 <= s_u s_d   +s_u with probability sigma^2 / (s_u (s_u + s_d)), -s_d with sigma^2 / (s_d (s_u + s_d)), else
-                         no change. Mean and variance are exact; the shape is not Gaussian.
-    sigma^2 > s_u s_d    a Gaussian, rounded up or down at random so that the mean is exact (rounding to nearest has a
-                         bias of up to 0.03 sigma at powers of 2). This rounding adds s^2 / 6 to the variance, so the
-                         Gaussian has that much less. The std is exact, but within one step of a power of 2 only to 3 %.
+    If the grid of bf16 is coarser than sigma, rounded Gaussian noise would mostly vanish or be biased. Let s_u and s_d
+    be the steps to the next bf16 number up and down, which differ at a power of 2.
+    sigma^2 <= s_u s_d   The noise is +s_u with probability sigma^2 / (s_u (s_u + s_d)), -s_d with probability
+                         sigma^2 / (s_d (s_u + s_d)), and otherwise 0. Mean and variance are exact; the shape is not
+                         Gaussian.
+    sigma^2 > s_u s_d    The noise is a Gaussian, rounded up or down at random so that the mean is exact. (Rounding to
+                         nearest has a bias of up to 0.03 sigma at powers of 2.) The random rounding adds s^2 / 6 to the
+                         variance, so the Gaussian has that much less. The std is exact, except within one step of a
+                         power of 2, where it is exact to 3 %.
     """
     clean = weight.double()
     up, down = _grid_steps(weight)
@@ -118,49 +122,49 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
 
 
 def _round_at_random(value: Tensor, draws: Tensor) -> Tensor:
-    """fp32 -> bf16, rounded up or down so that the mean over all ``draws`` (int32, from 0 to 2^16 - 1) is ``value``.
+    """Round fp32 to bf16, up or down, so that the mean over all ``draws`` (int32, from 0 to 2^16 - 1) is ``value``.
 
-    bf16 is the upper half of fp32. A random lower half is added; it carries with the right probability.
+    bf16 is the upper half of fp32. Adding a random lower half carries over with the right probability.
     """
     return ((value.view(torch.int32) + draws) & -(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
 def _grid_steps(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """s_u and s_d of bf16 weights (see bf16_grid_noise), in fp64, where their squares do not underflow."""
+    """Return s_u and s_d of bf16 weights (see bf16_grid_noise) in fp64, in which their squares do not underflow."""
     above, below = (torch.nextafter(weight, torch.full_like(weight, end)).double() for end in (math.inf, -math.inf))
     return above - weight.double(), weight.double() - below
 
 
 def _noisy(clean: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    """``clean`` plus noise, of the same type: Gaussian in fp32, on the grid in bf16."""
+    """Add noise to ``clean`` and keep its type. The noise is Gaussian in fp32, and on the grid in bf16."""
     if clean.dtype is torch.bfloat16:
         return bf16_grid_noise(clean, sigma, generator)
     return clean + sigma * torch.randn(clean.shape, generator=generator)
 
 
 def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) -> dict[str, Tensor]:
-    """Copies of ``norms`` on the CPU. The stream is read to its end, and has no noise. AqnError if it lacks a norm."""
+    """Copy ``norms`` from a stream without noise to the CPU, reading all of it. Raises AqnError if one is missing."""
     clean = {name: tensor.detach().cpu().clone() for name, tensor in stream if name in norms}
     for norm in norms:
         if norm not in clean:
-            raise AqnError(f"AQN: {norm} should get noise and is not among the weights")
+            raise AqnError(f"AQN: {norm} should get noise, but it is not among the weights")
     return clean
 
 
 def perturb(
     stream: Iterable[tuple[str, Tensor]], clean: Mapping[str, Tensor], report: "NoiseReport", *, seed: int, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Adds noise to the norms of a stream of (name, whole tensor). The ``report`` has its sigma, and gets the noise.
+    """Yield a stream of (name, whole tensor) with noise on its norms. ``report`` has sigma, and gets the noise.
 
-    The stream may have any order, and may bring only a part of the tensors. ``clean`` is the result of clean_norms. All
-    noise is drawn on the CPU, so it is the same on every rank, layout and device. No argument but the report is
-    changed. Raises AqnError if the stream's norm is not the clean one: noise on noise would be a random walk.
+    The stream may have any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
+    noise is drawn on the CPU, so it is the same on every rank, layout and device. Only ``report`` is modified. Raises
+    AqnError if a norm in the stream is not the clean one, because noise on noise would be a random walk.
     """
     for name, tensor in stream:
         if report.sigma and name in clean:
             before = clean[name]
             if not torch.equal(tensor.detach().cpu(), before):
-                raise AqnError(f"AQN: {name} is not the clean weight any more; noise must not pile up on noise")
+                raise AqnError(f"AQN: {name} is no longer the clean weight, so noise would be added to noise")
             generator = torch.Generator().manual_seed(derive_seed(seed, "aqn", step, name))
             after = _noisy(before, report.sigma, generator)
             report.add(name, after.float() - before.float(), before)
@@ -176,9 +180,9 @@ class NoiseReport:
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
-        self.norms: set[str] = set()  # whose noise was pushed
+        self.norms: set[str] = set()  # the norms whose noise was pushed
         self.num_elements = self.num_changed = 0
-        self.sums = torch.zeros(3, dtype=torch.float64)  # of the elements, of their squares, and the latter's variance
+        self.sums = torch.zeros(3, dtype=torch.float64)  # of elements, their squares, and the squares' variances
 
     def add(self, name: str, noise: Tensor, clean: Tensor) -> None:
         """Add the ``noise`` (h,) on the weight ``clean`` of the norm ``name``."""
@@ -208,23 +212,27 @@ class NoiseReport:
 
 
 def check_report(report: NoiseReport, norms: Collection[str], tolerance: float = 0.1) -> None:
-    """Raise AqnError unless all ``norms`` got noise in the push, with the mean and std that were asked for.
+    """Raise AqnError unless all ``norms`` got noise in the push, with the requested mean and std.
 
-    The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors where that is more. For n Gaussian
-    elements a standard error is sigma / sqrt(2 n), which is 10 % at n = 50; rare jumps on the grid of bf16 have a
+    The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors if that is more. For n Gaussian
+    elements a standard error is sigma / sqrt(2 n), which is 10 % at n = 50. Rare jumps on the grid of bf16 have a
     larger one. The same holds for the mean, whose standard error is sigma / sqrt(n). Sigma 0 needs no check.
     """
     sigma, n = report.sigma, report.num_elements
     if sigma == 0:
         return
     if not report.norms:
-        raise AqnError(f"AQN: sigma is {sigma:g} but no norm got noise: none of the targets was in the push")
+        raise AqnError(f"AQN: sigma is {sigma:g}, but no norm got noise, because the push had none of the targets")
     if missing := set(norms) - report.norms:
-        raise AqnError(f"AQN: {min(missing)} should change and was not in the push ({len(missing)} such norms)")
+        raise AqnError(
+            f"AQN: {min(missing)} should get noise, but the push did not have it ({len(missing)} such norms)"
+        )
     measured = f"over {n} elements of {len(report.norms)} norms, {report.num_changed / n:.1%} of them changed"
     for what, value, needed, bound in (
         ("std", report.std, sigma, max(tolerance, 5 * report.std_error)),
         ("mean", report.mean, 0.0, max(tolerance, 5 / math.sqrt(n))),
     ):
         if not abs(value - needed) <= bound * sigma:
-            raise AqnError(f"AQN: realised {what} {value:.3g}, needed {needed:g} +- {bound * sigma:.2g}, {measured}")
+            raise AqnError(
+                f"AQN: the {what} of the noise is {value:.3g} instead of {needed:g} +- {bound * sigma:.2g}, {measured}"
+            )

@@ -1,8 +1,9 @@
 """Measures accuracy on held-out questions, with the engine and reward of the training, without noise on the weights.
 
-Each question gets a greedy answer and k sampled ones, which give a mean and pass@k. Every question's outcome is kept.
+Each question gets a greedy answer and k sampled answers, which give a mean and pass@k. The outcome of every question is
+stored.
 
-    torchrun --nproc_per_node=N evaluate.py CONFIG [section.key=value ...]     measures model.path, without training
+    torchrun --nproc_per_node=N evaluate.py CONFIG [section.key=value ...]     measure model.path without training
 """
 
 import functools
@@ -51,13 +52,14 @@ def evaluate(
     beat: Callable[[str], None] = lambda done: None,
     environment: Environment | None = None,
 ) -> tuple[dict, list[dict], list[Row]]:
-    """A summary (keys eval/...) and one outcome a question, the same on every rank; a row for each answer. Collective.
+    """Return a summary (keys eval/...), an outcome per question, and a row for each answer. Collective.
 
-    ``held_out``: the main set under "", and those of eval.sets under their names, whose keys are eval/NAME/... Of
-    ``sampling`` it uses tensor and max_new_tokens only. ``beat`` is called for every wave of questions.
-    An answer depends on its set's name and the index of its question alone, neither on the seed nor on the step of the
-    run, so two evaluations differ by their policies. Intervals count questions, not samples, because the k samples of
-    a question are not independent.
+    Summary and outcomes are the same on every rank. ``held_out`` has the main set under "", and the sets of eval.sets
+    under their names, with keys eval/NAME/... Of ``sampling``, only tensor and max_new_tokens are used. ``beat`` is
+    called for every wave of questions.
+    An answer depends only on the name of its set and the index of its question, not on the seed or the step of the run.
+    So two evaluations differ only by their policies. Intervals count questions, not samples, because the k samples of a
+    question are not independent.
     """
     summary, outcomes, rows = {}, [], []
     for name, questions in held_out.items():
@@ -74,7 +76,7 @@ def evaluate(
 
 
 def prefix(name: str) -> str:
-    """What the keys of a set begin with; "" is the main one."""
+    """Return the prefix of the keys of a set. The main set has the name ""."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -89,7 +91,7 @@ def _results(
     beat: Callable[[str], None],
     environment: Environment | None,
 ) -> tuple[torch.Tensor, list[Row]]:
-    """(questions, 1 + k, [correct, parsable, length]) of the greedy answer and of k sampled ones, on every rank.
+    """Return (questions, 1 + k, [correct, parsable, length]) for the greedy and the k sampled answers, on every rank.
 
     The second value has a row for each answer that this rank sampled.
     """
@@ -116,7 +118,7 @@ def _results(
         numbered = [(index, number, answer) for index, group in pairs for number, answer in enumerate(group)]
         scores = score([(questions[index], answer) for index, _, answer in numbered])
         rows += rollout.rows_of(questions, name or "test", numbered, scores)
-    results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length of the greedy answer and of k samples
+    results = torch.zeros(num_own, 3 * (1 + k))  # correct, parsable and length, of the greedy answer and k samples
     numbers = [[row["correct"], row["parsable"], row["tokens"]] for row in rows]
     results[: len(indices)] = torch.tensor(numbers, dtype=torch.float32).view(len(indices), 3 * (1 + k))
     by_rank = parallel.gather_rows(results)
@@ -124,7 +126,10 @@ def _results(
 
 
 def _summary(results: torch.Tensor, key: str) -> dict:
-    """Shares, intervals and counts of (questions, 1 + k, [correct, parsable, length]); names begin with ``key``."""
+    """Compute shares, intervals and counts, whose names begin with ``key``.
+
+    ``results`` is (questions, 1 + k, [correct, parsable, length]).
+    """
     n, k = len(results), results.shape[1] - 1
     summary: dict = {f"{key}num_questions": n, f"{key}samples": k}
     for kind, part in {"greedy": results[:, :1], "sampled": results[:, 1:]}.items():
@@ -144,13 +149,13 @@ def _summary(results: torch.Tensor, key: str) -> dict:
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % confidence interval of a share of n questions (Wilson, 1927); it is inside [0, 1] even at 0 and 1."""
+    """Return the 95 % interval (Wilson, 1927) of a share of n questions. It is inside [0, 1] even at 0 and 1."""
     centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 def headline(summary: dict, name: str = "") -> str:
-    """`sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024` of the main set, or of that ``name``."""
+    """Return `sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024` for the main set or set ``name``."""
     parts, key = [], prefix(name)
     for kind in ("sampled", "greedy"):
         if f"{key}{kind}_accuracy" in summary:
@@ -160,7 +165,10 @@ def headline(summary: dict, name: str = "") -> str:
 
 
 def result_line(before: dict, after: dict, source: str) -> str:
-    """`arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)`"""
+    """Return the line of a run's result.
+
+    `arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)`
+    """
     kind = "sampled" if "eval/sampled_accuracy" in after else "greedy"
     first, last, low, high = (
         100 * summary[f"eval/{kind}_{what}"]
@@ -176,9 +184,9 @@ def result_line(before: dict, after: dict, source: str) -> str:
 
 
 def measure(cfg: Config) -> dict:
-    """The summary of cfg.model on the held-out questions and eval.sets, the same on every rank. Collective.
+    """Return the summary of cfg.model on the held-out questions and eval.sets, the same on every rank. Collective.
 
-    The weights are those from which a training starts: in model.dtype, and quantised as model.quantisation says.
+    The weights are those from which a training run starts: in model.dtype, and quantised as in model.quantisation.
     """
     cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)  # before the device
@@ -219,7 +227,7 @@ def measure(cfg: Config) -> dict:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Exit code 0: measured; 2: input that cannot be used, in one line; 3: the engine reported no usable log-probs."""
+    """Run the command. Returns 0 after measuring, 2 for unusable input, 3 if the engine gave no usable log-probs."""
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
     rank = parallel_setup.check_launch()

@@ -1,12 +1,12 @@
 """Writes a run's adapters for other programs, as a merged Hugging Face model or as a PEFT adapter.
 
-    python export.py RUN --merged DIR | --adapter DIR [--step N]       N steps done; without it the newest checkpoint
-    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           what tells whether a program applies an adapter
+    python export.py RUN --merged DIR | --adapter DIR [--step N]       the checkpoint after N steps, or the newest
+    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           write probes that show if an adapter is applied
 
-It is one process on the CPU, which handles one tensor at a time, without Megatron, transformers or peft; only --probes
-loads a model, by transformers, or under torchrun by Megatron. A merged model is read back and checked (names, shapes,
-finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute the
-trainer's log-probabilities from them. E experts, R the rank of a pair.
+It is one process on the CPU that handles one tensor at a time, without Megatron, transformers or peft. Only --probes
+loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked (names,
+shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute
+the trainer's log-probabilities from these files. E is the number of experts, and R the rank of a pair.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from weights.peft_adapters import Form, Pairs
 COPIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json LICENSE""".split()
 
-READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/adapters.md
+READ_BY: dict[Form, str] = {  # the programs that apply an adapter of each form, from docs/adapters.md
     "stack": "Its routed experts are applied by PEFT 0.20.0 and 0.21.2 with transformers 5.19.0 and 5.24.0. PEFT with "
     "transformers 4.57.6 leaves them out, without a warning if the model has a shared expert or dense layers; `--form "
     "leaf` writes the form for it.",
@@ -52,7 +52,7 @@ READ_BY: dict[Form, str] = {  # what applies an adapter of each form, by docs/ad
     "transformers 5 may leave them, or dense layers, out without a warning; `--form stack` writes the form for it.",
 }
 
-RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, whose keys data.* say how to ask it
+RUN_CONFIG = "run_config.yaml"  # config.yaml of the run in a merged model, whose keys data.* describe the prompts
 
 
 # ------------------------------------------------------------------------------------------------ reading the run
@@ -61,9 +61,9 @@ RUN_CONFIG = "run_config.yaml"  # in a merged model: config.yaml of its run, who
 def read_policy(
     run_dir: Path, step: int | None, accept_changed_inputs: bool
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
-    """Of a run: configuration, checkpoint, accepted changes of its inputs, architecture, adapted modules, factors.
+    """Read a run: configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
 
-    InputError for a base model that has changed, or that the factors do not fit.
+    Raises InputError if the base model has changed, or if the factors do not fit it.
     """
     cfg, found = read_run(run_dir, step)
     changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
@@ -74,29 +74,28 @@ def read_policy(
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
-    """The run's configuration, and its checkpoint of ``step`` finished steps (None: the newest with right checksums).
+    """Return the run's configuration, and its checkpoint after ``step`` steps, or the newest with correct checksums.
 
-    InputError if the folder is no run or has no such checkpoint, or if config.yaml has changed since the checkpoint.
+    Raises InputError if the folder is not a run or has no such checkpoint, or if config.yaml has changed since the
+    checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(
-            f"{run_dir}: no config.yaml; needed: a run folder that train_grpo.py made (for --probes: or a PEFT adapter)"
-        )
+        raise InputError(f"{run_dir}: no config.yaml; give the folder of a run (or for --probes of a PEFT adapter)")
     path = of_last_start(run_dir, "config.yaml")  # a resume may name another folder of the same model
     cfg, folder = load_recorded(path), run_dir / "checkpoints"
     if step is None:
         found = checkpoint.latest(run_dir, say=_note, only="adapter")
         if found is None:
-            raise InputError(f"{folder}: no checkpoint whose checksums hold; needed: one that train_grpo.py finished")
+            raise InputError(f"{folder}: no checkpoint has correct checksums; give a run with a finished checkpoint")
     else:
         wanted = folder / f"step-{step:06d}"
         if not wanted.is_dir():
             there = first_names(other.name for other in folder.glob("step-*"))
-            raise InputError(f"--step {step}: no {wanted.name} in {folder}; there: {there}")
+            raise InputError(f"--step {step}: {folder} has no {wanted.name}; choose from: {there}")
         found = checkpoint.load(wanted, only="adapter")
     lines = changed_keys(found.config, to_dict(cfg))
     if changed := [line for line in lines if line.startswith(("lora.", "model.dtype", "model.quant"))]:
-        raise InputError(f"{path}: changed since {found.path.name}: {'; '.join(changed)}")
+        raise InputError(f"{path}: changed since {found.path.name} was saved: {'; '.join(changed)}")
     return cfg, found
 
 
@@ -113,10 +112,10 @@ def merged_tensors(
     dtype: torch.dtype,
     quantisation: str = "none",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the base model by name: W + (alpha / R) B A in fp32 where trained, cast once; these come first.
+    """Yield every tensor of the base model by name. Trained ones come first: W + (alpha / R) B A in fp32, cast once.
 
-    It is what a trainer of one rank pushes, bit for bit. The base is rounded to ``dtype`` first, and experts to their
-    ``quantisation``, because the adapters were trained on the rounded weights.
+    They are bit-identical to the push of a trainer with one rank. The base is first rounded to ``dtype``, and experts
+    to their ``quantisation``, because the adapters were trained on the rounded weights.
     """
     frozen = functools.partial(quantised.frozen, base, dtype=dtype, quantisation=quantisation)
     done: set[str] = set()
@@ -140,7 +139,7 @@ def merged_part(
     alpha: float,
     arch: Architecture,
 ) -> list[Tensor]:
-    """The ``weights`` of adapted.names(part), merged: multiplied as the trainer does.
+    """Merge the ``weights`` of adapted.names(part) with the same multiplications as the trainer.
 
     A product of the transposed factors, or of other rows together, may round differently.
     """
@@ -177,7 +176,7 @@ def write_merged(
     copy_tokenizer(source, folder)
     for name, weight in huggingface.read_model(folder, arch).items():
         if not weight.isfinite().all():
-            raise InputError(f"{source}: {name}, merged, holds values that are not finite in {dtype}")
+            raise InputError(f"{source}: {name}, after merging, has values that are not finite in {dtype}")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -191,10 +190,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and what reads them.
+    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and a README about their readers.
 
-    They name the folder of the base model from the root, because the adapter is used from anywhere. The tokenizer and
-    its chat template lie beside them, as servers expect.
+    They contain the absolute path of the base model, because the adapter can be used from anywhere. The tokenizer and
+    its chat template are in the same folder, as servers expect.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."
@@ -206,30 +205,28 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
 
 
 def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) -> str:
-    """Write the probes of weights/probes.py, with the adapter of ``source`` among them.  -> the line that says so
+    """Write the probes of weights/probes.py, including the adapter of ``source``, and return a line about it.
 
-    ``source``: a run, or a PEFT adapter for ``base`` (None: the model that it names). The reference is transformers in
-    float64, or under torchrun the run's trainer in its layout. Collective then.
+    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that it names). The reference is
+    transformers in float64, or under torchrun the run's trainer in its layout. Under torchrun this is collective.
     """
     refuse_used(out_dir)
     cfg, under_torchrun, first = None, "RANK" in os.environ, parallel_setup.launched_rank() == 0
     settings = source / peft_adapters.SETTINGS
     if settings.is_file():
         if under_torchrun:
-            raise InputError("--probes: found a PEFT adapter, under torchrun; needed: a run, whose trainer computes")
+            raise InputError("--probes: found a PEFT adapter under torchrun; give a run, whose trainer can compute")
         named = peft_adapters.read_settings(source).base_model_name_or_path or "not named"
         base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
-            raise InputError(
-                f"{settings}: its base model is {named}, and {base} has no config.json; needed: --base MODEL"
-            )
+            raise InputError(f"{settings}: its base model is {named}, but {base} has no config.json; give --base MODEL")
         arch = hf_config.read(base)
         pairs = peft_adapters.read(source, arch)
     else:
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = os.path.abspath(cfg.model.path), pairs_of(modules, factors, cfg.lora.alpha)
     if cfg and under_torchrun:
-        rank = max(2 * probes.RANK, *(len(pair.a) for pair in pairs.values()))  # twice: of probes.OWN_A
+        rank = max(2 * probes.RANK, *(len(pair.a) for pair in pairs.values()))  # twice the rank, for probes.OWN_A
         reference: contextlib.AbstractContextManager[probes.Value] = probes.Trainer.opened(cfg, arch, rank)
     else:
         reference = contextlib.nullcontext(probes.Float64(base, arch))
@@ -255,10 +252,10 @@ def _note(text: str) -> None:
 
 
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
-    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``.  -> the line that says what it is
+    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``, and return a line about it.
 
-    InputError for an ``out_dir`` in use, a run without a good checkpoint, or a base model that does not fit or has
-    changed since the run; accepted changes are listed in ``out_dir``/changed_inputs.json.
+    Raises InputError if ``out_dir`` is in use, if the run has no good checkpoint, or if the base model does not fit or
+    has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)
@@ -266,18 +263,18 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
         if form is not None:
             if cfg.merging >= Merging.PASSES:
                 _note(
-                    "this run trained merged weights, rounded to bf16: --merged exports them, an adapter is not rounded"
+                    "this run trained merged weights rounded to bf16; --merged exports them, an adapter is not rounded"
                 )
             pairs = pairs_of(modules, factors, cfg.lora.alpha)
             write_adapter(folder, cfg.model.path, arch, pairs, cfg.lora.alpha, form)
             if cfg.model.quantisation != "none":
-                _note(f"the adapter belongs to a base with experts in {cfg.model.quantisation}; --merged has both")
+                _note(f"the adapter needs a base with {cfg.model.quantisation} experts; --merged exports both together")
         else:
             write_merged(folder, cfg.model, arch, modules, factors, cfg.lora.alpha)
             (folder / RUN_CONFIG).write_bytes(read_bytes(of_last_start(run_dir, "config.yaml")))
             if cfg.model.dtype == "bf16" and cfg.merging < Merging.PASSES:
                 _note(
-                    "this run trained base weights and factors apart; bf16 rounds the merged ones, --adapter does not"
+                    "this run trained with separate factors; bf16 rounds the merged weights, --adapter rounds nothing"
                 )
         if changed:
             (folder / "changed_inputs.json").write_text(json.dumps(changed, indent=1) + "\n")
@@ -287,26 +284,26 @@ def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None,
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was written, or one error line.  -> exit code, 2 on an InputError"""
+    """Run the command, print a line about its result or error, and return the exit code, which is 2 on InputError."""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
-    parser.add_argument("run", metavar="RUN", type=path_option, help="run folder; for --probes also a PEFT adapter")
+    parser.add_argument(
+        "run", metavar="RUN", type=path_option, help="folder of a run, or for --probes of a PEFT adapter"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument(
-        "--merged", metavar="DIR", type=path_option, help="Hugging Face model, LoRA merged into the weights"
+        "--merged", metavar="DIR", type=path_option, help="write a Hugging Face model with LoRA merged into it"
     )
-    kind.add_argument("--adapter", metavar="DIR", type=path_option, help="PEFT adapter for the base model")
-    kind.add_argument(
-        "--probes", metavar="DIR", type=path_option, help="adapters and log-probs for preflight.py --adapter"
+    kind.add_argument("--adapter", metavar="DIR", type=path_option, help="write a PEFT adapter for the base model")
+    kind.add_argument("--probes", metavar="DIR", type=path_option, help="write the probes for preflight.py --adapter")
+    parser.add_argument(
+        "--form", choices=READ_BY, default="stack", help="with --adapter: stack for transformers 5, leaf for 4"
     )
     parser.add_argument(
-        "--form", choices=READ_BY, default="stack", help="of --adapter: for transformers 5, or leaf for 4"
+        "--base", metavar="MODEL", type=text_option, help="with --probes of a PEFT adapter: its base model"
     )
+    parser.add_argument("--step", metavar="N", type=int, help="number of steps of the checkpoint (default: newest)")
     parser.add_argument(
-        "--base", metavar="MODEL", type=text_option, help="of --probes with a PEFT adapter; default: the model it names"
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="finished steps of the checkpoint; default: the newest")
-    parser.add_argument(
-        "--accept-changed-inputs", action="store_true", help="export although model or data have changed since the run"
+        "--accept-changed-inputs", action="store_true", help="export even if model or data have changed since"
     )
     args = parser.parse_args(arguments)
     of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
@@ -320,4 +317,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    parallel_setup.run_command(main, sys.argv[1:])  # --probes may have been started by torchrun
+    parallel_setup.run_command(main, sys.argv[1:])  # torchrun may have started --probes

@@ -2,9 +2,10 @@
 
 This file needs only torch.
 
-Shapes: P prompts, G completions a prompt, B rows, T tokens of a padded row. A log-probability belongs to the token at
-the same position; mask is non-zero on completion tokens. Values outside the mask, even NaN, change neither a result nor
-a gradient, and a row without a token in the mask contributes exactly 0.
+P is the number of prompts, G the number of completions per prompt, B the number of rows, and T the number of tokens per
+padded row. A log-probability belongs to the token at the same position. The mask is non-zero on completion tokens.
+Values outside the mask, even NaN, change neither a result nor a gradient, and a row without a token in the mask
+contributes exactly 0.
 
 The loss of a micro-batch is its share of the update's loss. It is divided by the counts of the whole update over all
 data ranks, so the shares add up to the same loss for every split of the rows.
@@ -24,28 +25,29 @@ MASKING_MODES = ("icepop", "mis")
 
 STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0  # nats: e^20 is far below the largest float32 number
-LOW_VAR_KL_LIMIT = 10.0  # largest low_var_kl of a token; above it the gradient is 0
+LOW_VAR_KL_LIMIT = 10.0  # largest low_var_kl per token; above it the gradient is 0
 GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
 def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "std") -> Tensor:
-    """How much better each completion is than its group.  (P, G) -> (P, G)
+    """Compute how much better each completion is than its group.  (P, G) -> (P, G)
 
-    std: reward minus the mean of the group, over its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300); none:
-    minus the mean only (Dr. GRPO, arXiv 2503.20783); loo: minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
+    std: reward minus the group's mean, divided by its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300).
+    none: reward minus the group's mean (Dr. GRPO, arXiv 2503.20783).
+    loo: reward minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
     zero: 0, so that only a teacher teaches.
     Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
-    A function as ``norm`` computes the advantages itself.
+    If ``norm`` is a function, it computes the advantages itself.
     Raises ValueError for another shape, another norm, or a reward that is not finite.
     """
     if not callable(norm):
         _require("norm", norm, NORMS)
     if rewards.dim() != 2 or not rewards.numel():
-        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; needed: (prompts, group_size), not empty")
+        raise ValueError(f"rewards: found shape {tuple(rewards.shape)}; give (prompts, group_size), not empty")
     rewards = _at_least_float32(rewards)
     if not torch.isfinite(rewards).all():
-        raise ValueError("rewards: found NaN or infinity; needed: finite numbers")
+        raise ValueError("rewards: found NaN or infinity; give finite numbers")
     if callable(norm):
         return norm(rewards)
     if norm == "zero":
@@ -72,29 +74,31 @@ def distilled(advantages: Tensor, old_logp: Tensor, teacher_logp: Tensor, mask: 
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """What DAPO (arXiv 2503.14476) takes off the rewards of long completions: 0 up to max_new_tokens - buffer tokens.
+    """Compute DAPO's (arXiv 2503.14476) penalty on the rewards of long completions.  any shape -> the same
 
-    It rises linearly from there to ``penalty`` at max_new_tokens, where a completion is cut off.  Any shape -> the same
+    It is 0 up to max_new_tokens - buffer tokens. From there it rises linearly to ``penalty`` at max_new_tokens, where
+    a completion is cut off.
     """
     return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(min=0, max=1)
 
 
 def shuffled(rewards: Tensor, seed: int) -> Tensor:
-    """The control experiment: the same rewards, shuffled over all completions of the step.  (P, G) -> (P, G)"""
+    """Shuffle the rewards over all completions of the step, for the control experiment.  (P, G) -> (P, G)"""
     order = torch.randperm(rewards.numel(), generator=torch.Generator().manual_seed(seed))
     return rewards.flatten()[order].view_as(rewards)
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL
 def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None) -> Tensor:
-    """Per-token estimate of KL(policy || reference) for tokens drawn from the policy.  (B, T) -> (B, T)
+    """Estimate KL(policy || reference) per token, for tokens drawn from the policy.  (B, T) -> (B, T)
 
     With d = ref_logp - logp: k1 = -d; k2 = d^2 / 2; k3 = e^d - d - 1; abs = |d| (Schulman, "Approximating KL
     divergence"). low_var_kl is the usual choice of trainers: k3 with d limited to +-20, and at most 10. low_var_kl+ has
     the value of low_var_kl and the gradient of k2. Outside the mask the result is 0. Only logp gets a gradient.
 
-    As a loss, the expected gradient of k1 is 0, and that of k3 belongs to the forward KL. The gradient of low_var_kl is
-    0 where the policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have that of the reverse KL.
+    As a loss, k1 has the expected gradient 0, and k3 has the gradient of the forward KL. The gradient of low_var_kl is
+    0 if the policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have the gradient of the
+    reverse KL.
     """
     _require("kl", kind, KL_KINDS)
     _same_shape(logp=logp, ref_logp=ref_logp, mask=mask)
@@ -134,34 +138,36 @@ def policy_loss(
     max_new_tokens: int | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the update's policy loss and of its statistics.  (B, T) -> (), dict of ()
+    """Compute the micro-batch's share of the update's policy loss and of its statistics.  (B, T) -> (), dict of ()
 
-    advantages: (B,), (B, 1) or (B, T). weights: constant factors of the tokens' losses (rollout_weights), (B, T).
+    advantages: (B,), (B, 1) or (B, T). weights (B, T): constant factors of the token losses (rollout_weights).
     r = exp(logp - old_logp), A = advantage, clip(r) = r limited to [1 - clip_low, 1 + clip_high].
     ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20; for A < 0 at most -A dual_clip
-    (arXiv 1912.09729; 0 or None: off). gspo (arXiv 2507.18071): the same maximum, where r is the geometric mean of the
-    row's ratios and its gradient is spread over the row's tokens; no dual clip. cispo (arXiv 2506.13585):
-    -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient. dppo_tv (arXiv 2602.04879, Binary-TV):
-    -A r, and 0 where the probability of the token has moved away from its old one in the direction of A by more than
-    clip_high (A > 0) or clip_low. A function as ``kind`` computes the losses of the tokens itself.
+    (arXiv 1912.09729; 0 or None means off).
+    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios, its gradient is spread
+    over the row's tokens, and there is no dual clip.
+    cispo (arXiv 2506.13585): -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
+    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has moved from its old value in the
+    direction of A by more than clip_high (A > 0) or clip_low (A < 0).
+    If ``kind`` is a function, it computes the token losses itself.
 
-    aggregate, num_tokens, num_sequences, max_new_tokens: see aggregate_loss. GSPO's paper uses seq-mean-token-mean.
-    The statistics have no gradient. They are policy_loss, which is the loss itself, and means over tokens: clip_frac,
-    dual_clip_frac (both 0 where A = 0: clipping changes nothing there), ppo_kl (old_logp - logp), ratio_mean, and
-    ratio_gap, the mean of |r - 1|, which is exactly 0 as long as the policy is the old one. With the update's
-    num_tokens, they add up over micro-batches and ranks.
+    For aggregate, num_tokens, num_sequences and max_new_tokens see aggregate_loss. GSPO's paper uses
+    seq-mean-token-mean. The statistics have no gradient. They are policy_loss, which is the loss itself, and means over
+    tokens: clip_frac, dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|. Both
+    clip fractions are 0 where A = 0, because clipping changes nothing there. ratio_gap is exactly 0 as long as the
+    policy is the old one. With the update's num_tokens, the statistics add up over micro-batches and ranks.
     """
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))
     if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low, clip_high: found {clip_low}, {clip_high}; needed: 0 or more")
+        raise ValueError(f"clip_low, clip_high: must be 0 or more, not {clip_low}, {clip_high}")
     if dual_clip and dual_clip <= 1:
-        raise ValueError(f"dual_clip: found {dual_clip}; needed: more than 1, or 0 for off")
+        raise ValueError(f"dual_clip: must be more than 1, or 0 for off, not {dual_clip}")
     _same_shape(logp=logp, old_logp=old_logp, mask=mask, weights=weights)
     rows, tokens = logp.shape
     if tuple(advantages.shape) not in (possible := ((rows,), (rows, 1), (rows, tokens))):
-        raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; needed: one of {possible}")
-    # The mask is applied to the inputs: applied to the finished loss, 0 x NaN would still reach the gradient.
+        raise ValueError(f"advantages: found shape {tuple(advantages.shape)}; give one of {possible}")
+    # The mask is applied to the inputs, because 0 x NaN in the finished loss would still reach the gradient.
     logp, old_logp = _inside(mask, _at_least_float32(logp)), _inside(mask, _at_least_float32(old_logp).detach())
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     advantages = _inside(mask, advantages.detach().to(logp.dtype).expand(rows, tokens))
@@ -186,21 +192,21 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss of a token depends on. The tensors are (B, T), in float32 or wider, and 0 outside the mask."""
+    """The inputs of a token's loss. The tensors are (B, T), in float32 or wider, and 0 outside the mask."""
 
-    logp: Tensor  # of the policy that is trained; it alone has a gradient
-    old_logp: Tensor  # of the policy that sampled, by the trainer
+    logp: Tensor  # log-probs of the policy that is trained, the only tensor with a gradient
+    old_logp: Tensor  # log-probs of the policy that sampled, computed by the trainer
     advantages: Tensor
     mask: Tensor
     clip_low: float
     clip_high: float
-    dual_clip: float  # 0: off
+    dual_clip: float  # 0 means off
 
     def clipped(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
 
 
-PerToken = tuple[Tensor, dict[str, Tensor]]  # the loss of each token, and what is measured of it, by name
+PerToken = tuple[Tensor, dict[str, Tensor]]  # the loss of each token, and its metrics by name
 
 
 def _ppo(x: LossInputs) -> PerToken:
@@ -240,7 +246,7 @@ def _dppo_tv(x: LossInputs) -> PerToken:
 
 
 def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The larger of the losses with the plain and with the clipped ratio, and where it is the clipped one."""
+    """Return the larger of the losses with the plain and the clipped ratio, and where the clipped one is larger."""
     plain, clipped = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
     return torch.maximum(plain, clipped), clipped > plain
 
@@ -275,18 +281,18 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """The micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
+    """Compute the micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
 
     token-mean: sum / num_tokens. seq-mean-token-sum: sum / num_sequences. seq-mean-token-mean: sum of the rows' means /
     num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
     num_tokens and num_sequences count the whole update over all data ranks, including groups of equal reward that the
-    forward pass skips. None: the tokens in the mask, and the rows with such tokens, of this micro-batch alone.
+    forward pass skips. None means the tokens in the mask, and the rows with such tokens, of only this micro-batch.
     Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
     """
     _require("aggregate", aggregate, AGGREGATES)
     _same_shape(per_token=per_token, mask=mask)
     if aggregate == "dr-grpo" and (max_new_tokens is None or max_new_tokens < 1):
-        raise ValueError(f"max_new_tokens: found {max_new_tokens}; needed by aggregate dr-grpo: 1 or more")
+        raise ValueError(f"max_new_tokens: must be 1 or more for aggregate dr-grpo, not {max_new_tokens}")
     row_tokens = (mask != 0).sum(dim=1)  # (B,)
     row_sums = _inside(mask, _at_least_float32(per_token)).sum(dim=1)  # (B,)
     if aggregate == "token-mean":
@@ -306,20 +312,24 @@ def rollout_weights(
     clip: float = 2.0,
     low: float = 0.5,
 ) -> Tensor:
-    """Importance weights for tokens whose sampler had other numerics, or an older policy.  (B, T) -> (B, T)
+    """Compute importance weights for tokens whose sampler had other numerics or an older policy.  (B, T) -> (B, T)
 
-    old_logp: the trainer's before the first update on these rows. With r = exp(old_logp - rollout_logp) of a token:
-    token: min(r, clip). sequence: the product of the row's r, at most clip, at each of its tokens. icepop (IcePop,
-    arXiv 2510.18855, which uses 0.5 and 5): r if low <= r <= clip, else 0. mis (masked importance sampling): the
-    product of the row's r if it is at most clip, else 0, at each of its tokens. none, uncorrected: 1.
+    old_logp are the trainer's log-probs before the first update on these rows. For a token, r is
+    exp(old_logp - rollout_logp).
+    token: min(r, clip).
+    sequence: for each token of a row, the product of the row's r, at most clip.
+    icepop (IcePop, arXiv 2510.18855, which uses 0.5 and 5): r if low <= r <= clip, otherwise 0.
+    mis (masked importance sampling): for each token of a row, the product of the row's r if it is at most clip,
+    otherwise 0.
+    none, uncorrected: 1.
     Outside the mask the weight is 0. There is no gradient. A token with the weight 0 still counts in the denominator of
     the loss.
     """
     _require("mode", mode, WEIGHT_MODES)
     if not clip > 0:
-        raise ValueError(f"clip: found {clip}; needed: more than 0")
+        raise ValueError(f"clip: must be more than 0, not {clip}")
     if mode == "icepop" and not 0 <= low < clip:
-        raise ValueError(f"low: found {low}; needed: at least 0 and less than clip, {clip}")
+        raise ValueError(f"low: must be at least 0 and less than clip ({clip}), not {low}")
     _same_shape(old_logp=old_logp, rollout_logp=rollout_logp, mask=mask)
     old_logp, rollout_logp = _at_least_float32(old_logp).detach(), _at_least_float32(rollout_logp).detach()
     if mode in ("none", "uncorrected"):
@@ -336,27 +346,27 @@ def rollout_weights(
 
 # ---------------------------------------------------------------------------------------------------- masks and checks
 def _inside(mask: Tensor, value: Tensor) -> Tensor:
-    """The value inside the mask; outside 0, with a gradient of 0 even for NaN."""
+    """Return the value inside the mask, and 0 outside it, where the gradient is 0 even for NaN."""
     return torch.where(mask != 0, value, torch.zeros_like(value))
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
-    """The value in float32 or wider: bf16 has only 8 bits for a log-probability, and rewards may be integers."""
+    """Cast to float32 or wider, as bf16 has only 8 bits for a log-probability and rewards may be integers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _at_least_one(count: int | Tensor) -> int | Tensor:
-    """The count as a divisor: an update without any token has the loss 0, not 0 / 0."""
+    """Return the count as a divisor, so that an update without any token has the loss 0 and not 0 / 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _require(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}: found {value!r}; needed: one of {', '.join(choices)}")
+        raise ValueError(f"{name}: must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _same_shape(**tensors: Tensor | None) -> None:
-    """ValueError for different shapes: a broadcast of (B, 1) to (B, T) would make a sum over tokens silently wrong."""
+    """Raise ValueError for different shapes, since broadcasting (B, 1) to (B, T) would silently falsify a token sum."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        raise ValueError(f"found shapes {shapes}; needed: one shape (rows, tokens) for all")
+        raise ValueError(f"the shapes {shapes} differ; give all tensors one shape (rows, tokens)")

@@ -25,30 +25,30 @@ def knob(default: Any, description: str, **bounds: Any) -> Any:
 class UserPath(str):
     """A path with the home folder in place of ~."""
 
-    written: str  # as the user wrote it, which is what a run records
+    written: str  # the text that the user wrote, which a run records
 
 
 def user_path(text: str) -> str:
-    """Return a path as a shell user writes it, with the home folder in place of ~; ValueError for what a shell expands.
+    """Return a path with the home folder in place of ~. Raises ValueError for other text that a shell would expand.
 
-    A path with $ may be meant if it exists. Of FILE.py:NAME the file counts.
+    A path with $ is accepted if it exists. For FILE.py:NAME, only the file counts.
     """
     path = UserPath(os.path.expanduser(text))
     path.written = text
     if (path.startswith("~") or "$" in path) and not (os.path.exists(path) or os.path.exists(path.rpartition(":")[0])):
-        raise ValueError("a path without variables, which are not expanded here, as ~ is for a user of this machine")
+        raise ValueError("a path without shell variables (only ~ and ~USER of this machine are expanded)")
     return path
 
 
 def _written(paths: str | tuple[str, ...]) -> str | list[str]:
-    """Return what the user wrote: a record must not hold the name of a home folder."""
+    """Return the text that the user wrote, because a record must not contain the name of a home folder."""
     if isinstance(paths, tuple):
         return [getattr(path, "written", path) for path in paths]
     return getattr(paths, "written", paths)
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Return user_path of a text, and a tuple for a list of texts. ValueError says what is needed for other values."""
+    """Return user_path of a text, or a tuple for a list of texts. Raises ValueError for other values."""
     if isinstance(value, str):
         return user_path(value)
     if isinstance(value, list | tuple) and value and all(isinstance(path, str) and path for path in value):
@@ -62,10 +62,10 @@ Paths = Annotated[str | tuple[str, ...], PlainValidator(_paths), AsWritten]
 
 
 def _logged(value: Any) -> str | int:
-    """Return "all" or a number of questions; raise ValueError with what is needed for all other values."""
+    """Return "all" or a number of questions. Raises ValueError for other values."""
     if value == "all" or (type(value) is int and 0 <= value <= 10**9):
         return value
-    raise ValueError("all, or a number of questions of 0 or more")
+    raise ValueError("'all' or a number of questions, 0 or more")
 
 
 Logged = Annotated[Literal["all"] | int, BeforeValidator(_logged)]
@@ -93,7 +93,7 @@ class ModelConfig(Section):
 
 
 class TinyModelConfig(Section):
-    """A model that is made at model.path if there is none; names from config.json, defaults from tiny_cpu.yaml."""
+    """A model that is created at model.path if there is none. Names follow config.json, defaults tiny_cpu.yaml."""
 
     architecture: FamilyName = knob(..., "the model_type of Qwen3-30B-A3B, Qwen1.5-MoE or OLMoE")
     vocab_size: int = knob(
@@ -110,7 +110,7 @@ class TinyModelConfig(Section):
     seed: int = knob(0, "seed of the initial weights and of the examples of the warm start", ge=0, lt=2**32)
     warm_start_steps: int = knob(1200, "supervised steps before GRPO; with 0 the weights stay random", ge=0, le=10**6)
     drills_per_batch: int = knob(
-        256, "bare sums per batch of all ranks; the other batches hold word problems", ge=1, le=2**16
+        256, "bare sums per batch of all ranks; the other batches contain word problems", ge=1, le=2**16
     )
     teacher_right: float = knob(0.35, "share of word problems that the teacher answers correctly", ge=0, le=1)
     teacher_calls: float = knob(
@@ -138,7 +138,7 @@ GENERATED = 4096  # number of training questions for data.source arithmetic, unl
 class DataConfig(Section):
     source: Literal["arithmetic", "gsm8k", "file"] = knob(..., "generated word problems, GSM8K files, or other files")
     columns: dict[str, str] = knob(
-        {"question": "question", "answer": "answer"}, "file: names of both columns; a.b is b in a"
+        {"question": "question", "answer": "answer"}, "file: names of both columns; a.b is column b in a"
     )
     train_path: Paths = knob("", "gsm8k, file: training questions: a .jsonl, .json or .parquet file, or a list of them")
     test_path: Paths = knob("", "gsm8k, file: held-out questions: a .jsonl, .json or .parquet file, or a list of them")
@@ -182,21 +182,21 @@ class RolloutConfig(Section):
     )
     prompts_per_step: int = knob(32, "P, questions per step; a step has P x group_size sequences", ge=1, le=10**6)
     group_size: int = knob(8, "G, completions per prompt; a group of one would have no advantage", ge=2, le=2**16)
-    dynamic_rounds: int = knob(0, "most rounds that replace groups all right or all wrong (DAPO); 0: off", ge=0, le=100)
+    dynamic_rounds: int = knob(0, "most rounds that replace all-right or all-wrong groups (DAPO); 0: off", ge=0, le=100)
     max_new_tokens: int = knob(
         1024, "length of the longest completion in tokens, with its end token and all answers to it", ge=1, le=2**20
     )
     temperature: float = knob(1.0, "temperature for sampling and for the trainer's log-probabilities", gt=0)
-    staleness: int = knob(0, "how many steps older the policy that samples is than the trained one", ge=0, le=64)
+    staleness: int = knob(0, "number of steps by which the sampling policy is older than the trained one", ge=0, le=64)
     environment: Function | None = knob(
-        None, "FILE.py:NAME, (turns, row) -> text or None, a function that answers the policy's turns (docs/usage.md)"
+        None, "FILE.py:NAME, (turns, row) -> text or None: a function that answers the policy's turns (docs/usage.md)"
     )
     stop: tuple[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], ...] = knob(
         (), "texts that end a turn like an end token; the answer then follows without a chat template", strict=False
     )
     environment_seconds: float = knob(10.0, "time limit for one call of rollout.environment, which ends the run", gt=0)
     max_turns: int = knob(8, "most turns of the policy in a completion; beyond them it is cut off", ge=1, le=10**4)
-    environment_role: Literal["tool", "user"] = knob("tool", "role of the answer to a turn with an end token")
+    environment_role: Literal["tool", "user"] = knob("tool", "role of the answer after an end token")
 
     @property
     def kind(self) -> Kind:
@@ -214,14 +214,14 @@ RewardMethod = Literal[
 
 
 class OverlongConfig(Section):
-    buffer: int = knob(..., "B: the last tokens before max_new_tokens, over which the penalty rises", ge=1, le=2**20)
-    penalty: float = knob(..., "amount that a completion of max_new_tokens loses", gt=0, le=1e6)
+    buffer: int = knob(..., "B: last tokens before max_new_tokens, over which the penalty rises", ge=1, le=2**20)
+    penalty: float = knob(..., "p: penalty for a completion of max_new_tokens", gt=0, le=1e6)
 
 
 class RewardConfig(Section):
     method: RewardMethod = knob(
         "strict",
-        "strict: the number after the last ####; math: the last \\boxed{}, by math-verify; the others: other projects'",
+        "strict: the number after the last ####; math: the last \\boxed{}, by math-verify; others: as other projects",
     )
     function: Function | None = knob(
         None,
@@ -260,8 +260,8 @@ class LossConfig(Section):
     )
     teacher: Annotated[str, Field(min_length=1), AfterValidator(user_path), AsWritten] | None = knob(
         None,
-        "run, checkpoint or PEFT folder of an adapter of the same base: on-policy distillation, which takes "
-        "teacher_coef x (log-prob of the policy - that of the teacher) off the advantage of each token",
+        "run, checkpoint or PEFT folder with an adapter for the same base: on-policy distillation, which subtracts "
+        "teacher_coef x (log-prob of the policy - log-prob of the teacher) from the advantage of each token",
     )
     teacher_coef: float = knob(1.0, "weight of the reverse KL to the teacher in the advantages", gt=0, le=1e6)
     kind: Literal["ppo", "gspo", "cispo", "dppo_tv"] | Function = knob(
@@ -271,7 +271,7 @@ class LossConfig(Section):
     )
     clip_low: float = knob(0.2, "clip the ratio from below at 1 - clip_low; dppo_tv: largest fall", ge=0, le=1)
     clip_high: float = knob(0.2, "clip the ratio from above at 1 + clip_high; DAPO uses 0.28", ge=0, le=1e6)
-    dual_clip: float = knob(3.0, "ppo: bound of the loss for negative advantages, in advantages; 0: off", ge=0, le=1e6)
+    dual_clip: float = knob(3.0, "ppo: bound of the loss of negative advantages, x |advantage|; 0: off", ge=0, le=1e6)
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo"] = knob(
         "token-mean", "how the token losses of the whole update and all ranks become one loss"
     )
@@ -284,13 +284,13 @@ class LossConfig(Section):
         "none",
         "importance weights that correct the difference between sampler and trainer. token, sequence: truncated; "
         "icepop, mis: 0 for a token or a sequence with a large difference. rollout.staleness needs one of these, or "
-        "uncorrected, which says that there are none on purpose",
+        "uncorrected, for none on purpose",
     )
     importance_clip: float = knob(2.0, "largest importance weight; larger ones are truncated or masked", gt=0, le=1e6)
     importance_low: float = knob(0.5, "icepop: smallest importance weight; smaller ones are masked", ge=0, le=1e6)
     mask_truncated: bool = knob(False, "leave completions without an end token out of the loss")
     skip_equal_groups: bool = knob(
-        False, "leave groups with equal rewards (advantage 0) out of the update, with their KL"
+        False, "leave groups with equal rewards (advantage 0) and their KL out of the update"
     )
 
     @property
@@ -328,7 +328,7 @@ class OptimConfig(Section):
 
 class EvalConfig(Section):
     every: int = knob(0, "steps between evaluations; the first and the last step always evaluate", ge=0, le=10**9)
-    num_questions: int = knob(0, "held-out questions of each set, counted from its first; 0: all", ge=0, le=10**6)
+    num_questions: int = knob(0, "number of held-out questions of each set, from the first on; 0: all", ge=0, le=10**6)
     sets: dict[str, Paths] = knob({}, "{NAME: file or list of files}: more held-out questions to measure")
     samples: int = knob(1, "sampled answers per question, in addition to the greedy one; 0: none", ge=0, le=2**16)
     temperature: float = knob(1.0, "temperature of the sampled answers", gt=0)
@@ -338,13 +338,13 @@ class EvalConfig(Section):
 class AqnConfig(Section):
     """Adaptive quantisation noise (QeRL, arXiv 2510.11696) on the RMSNorm weights of the sampler's copy only."""
 
-    schedule: Literal["off", "qerl", "paper", "constant"] = knob("off", "how the noise falls over the steps of the run")
+    schedule: Literal["off", "qerl", "paper", "constant"] = knob("off", "how the noise falls over the steps of a run")
     sigma_start: float = knob(1e-2, "std of the noise in the first noisy stage (constant: in every step)", gt=0, le=1e3)
     sigma_end: float = knob(1e-3, "std of the noise in the last stage", gt=0, le=1e3)
     num_stages: int = knob(10, "number of stages, equally long; with qerl the first one has no noise", ge=1, le=10**6)
     targets: tuple[Literal["attention", "experts", "mlp"], ...] = knob(
         ("attention", "experts"),
-        "norms that get noise. attention: before qkv; experts: before router and experts of MoE layers; mlp: of dense "
+        "norms that get noise. attention: before qkv; experts: before router and experts of MoE layers; mlp: in dense "
         "layers and before a shared expert",
         strict=False,
         min_length=1,
@@ -365,7 +365,7 @@ class ReplayConfig(Section):
 
 
 class ChecksConfig(Section):
-    """Which checks of run/tripwires.py do not stop a run. A check in both lists is off."""
+    """The checks of run/tripwires.py that do not stop a run. A check in both lists is off."""
 
     warn: tuple[str, ...] = knob(
         ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),
@@ -397,7 +397,7 @@ class TrainConfig(Section):
         "refuse", "what a resume does if model, tokenizer or data differ from inputs.json; accept records the new ones"
     )
     completions_logged: Logged = knob(
-        "all", "questions of each step whose completions are written; 0: those of evaluations neither"
+        "all", "number of questions per step whose completions are written; 0 also writes none of evaluations"
     )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab"], ...] = knob(
         (), "programs that also get the metrics; offline unless their API key is in the environment", strict=False
@@ -406,10 +406,10 @@ class TrainConfig(Section):
         (), "steps, counted from 1, for which every rank writes a profiler's trace", strict=False
     )
     deterministic: bool = knob(
-        False, "npu and cuda: make a run repeatable to the last bit, but slower; a run on a cpu is always repeatable"
+        False, "npu and cuda: make repeated runs bit-identical, but slower; runs on a cpu always are"
     )
     stall_seconds: int = knob(
-        1200, "a rank without progress for this long says where, and ends; 0: off", ge=0, le=10**9
+        1200, "a rank without progress for this long reports where it is and ends; 0: off", ge=0, le=10**9
     )
 
     @property
@@ -423,12 +423,12 @@ class TrainConfig(Section):
 
 
 class Merging(enum.IntEnum):
-    """Where the update (alpha / R) B A is merged into the weights in model.dtype; each value includes those before."""
+    """Where the update (alpha / R) B A is merged into the weights in model.dtype. Each value includes earlier ones."""
 
-    NOWHERE = 0  # the engine gets the factors, apart from the weights
-    PUSHES = 1  # in what the engine gets; the trainer adds the update to a layer's output, in fp32 1e-7 beside it
-    PASSES = 2  # in the trainer's passes, too, so that what is trained is the rounded policy that samples
-    ONCE = 3  # for both in one memory, where an engine's ranks hold the trainer's experts
+    NOWHERE = 0  # the engine gets the factors separately from the weights
+    PUSHES = 1  # in the pushed weights; the trainer adds the update to a layer's output, which differs by 1e-7 in fp32
+    PASSES = 2  # also in the trainer's passes, so that it trains the rounded policy that samples
+    ONCE = 3  # once for both, in one memory, if the engine's ranks have the trainer's experts
 
 
 class Config(Section):
@@ -475,7 +475,7 @@ class Config(Section):
             return Merging.NOWHERE
         if not is_bf16:
             return Merging.PUSHES
-        return Merging.PASSES if rollout.staleness else Merging.ONCE  # the policy that samples is another, or the same
+        return Merging.PASSES if rollout.staleness else Merging.ONCE  # with staleness another policy samples
 
     def has_whole_experts(self, device: str) -> bool:
         """Return whether each rank of a replica of vLLM has whole experts on ``device`` (facts/engines.py)."""

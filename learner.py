@@ -40,11 +40,11 @@ class Update(NamedTuple):
 
     micro_batches: list[MicroBatch]  # of this rank
     counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
-    trained: list[int]  # sequences, of all ranks; loss.skip_equal_groups leaves out some that count in the loss
+    trained: list[int]  # sequences of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
 class Share(NamedTuple):
-    """The part of a metric that one micro-batch adds, and the things that the metric is a mean over."""
+    """The part of a metric that one micro-batch adds, and whether the metric is a mean over updates or tokens."""
 
     value: Tensor  # divided as the loss of the update is, for example by its tokens
     of: Literal["updates", "tokens"]
@@ -55,16 +55,16 @@ class LossShare(NamedTuple):
 
     loss: Tensor
     metrics: dict[str, Share]
-    largest_gap: Tensor  # of a token between sampler and trainer, nats
+    largest_gap: Tensor  # of any token, between sampler and trainer, in nats
 
 
 class Pass(NamedTuple):
-    """A pass without gradients that fills a field of micro-batches, before the rollout is learned."""
+    """A pass without gradients that fills a field of micro-batches before the rollout is learned."""
 
-    phase: str  # of the timer
-    field: str  # of MicroBatch
+    phase: str  # phase of the timer
+    field: str  # field of MicroBatch
     micro_batches: list[MicroBatch]
-    adapters: Callable[[], contextlib.AbstractContextManager]  # sets those of the pass
+    adapters: Callable[[], contextlib.AbstractContextManager]  # sets the adapters of the pass
     logp: Callable[[MicroBatch], Tensor]
 
 
@@ -76,38 +76,38 @@ class Learner:
         self.arch, self.parallel = policy.arch, policy.parallel
         self.replay = RoutingReplay(policy.model, self.arch, self.parallel) if cfg.replay.mode != "off" else None
         self.router_load = RouterLoad(policy.model, self.arch, self.parallel)
-        self.trained: list[int] = []  # the sequences, of all ranks, on which the last step trained
+        self.trained: list[int] = []  # the sequences of all ranks on which the last step trained
         self.parameters = list(policy.factors.values())
         self.moments = {
             moment: {name: torch.zeros_like(factor) for name, factor in policy.factors.items()} for moment in MOMENTS
         }
         self.optimizer_steps = 0
         self.is_restored = False
-        self.reference_gap: float | None = None  # see _reference_gap; None: no reference pass has been compared yet
+        self.reference_gap: float | None = None  # see _reference_gap; None until a reference pass has been compared
         # The factors before each of the last rollout.staleness training steps, the oldest first.
         self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
         self.teacher: dict[str, Tensor] = {}  # the factors of loss.teacher
-        self.teacher_kl: dict[int, Tensor] = {}  # sequences of the last step that this rank trained -> mean per token
+        self.teacher_kl: dict[int, Tensor] = {}  # mean per token, by this rank's sequences of the last step
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
         """Set the adapters to those of rollout.staleness training steps ago in this block.
 
-        Before a step, they are about to sample. During it, until _keep_factors, they have sampled its rollout.
+        Before a step, they are about to sample. During the step, until _keep_factors, they have sampled its rollout.
         """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
     def _keep_factors(self) -> None:
-        """Keep a copy of the factors: they sample the rollout of rollout.staleness training steps later."""
+        """Keep a copy of the factors, because they sample the rollout of rollout.staleness training steps later."""
         if len(self.stale_factors) < self.cfg.rollout.staleness:
             self.stale_factors.append(self.policy.copied_factors())
-        elif self.stale_factors:  # the oldest one's memory takes the newest one
+        elif self.stale_factors:  # the memory of the oldest copy gets the newest one
             self.stale_factors.rotate(-1)
             adapter_weights.copy_(self.stale_factors[-1], self.policy.factors)
 
     def learn_from(self, teacher: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the whole factors of loss.teacher, each with its name in a checkpoint."""
+        """Store the whole factors of loss.teacher, each given with its name in a checkpoint."""
         self.teacher = self.policy.copied_factors()
         names = {adapter_weights.hf_name(name, self.arch): name for name in self.teacher}
         for whole_name, whole in teacher:
@@ -120,9 +120,9 @@ class Learner:
     def update(
         self, batch: Rollout, completions: list[list[Completion]], advantages: Tensor, step: int, timer: StepTimer
     ) -> dict[str, float]:
-        """Take the optimizer steps of one rollout and return their metrics.  ``advantages``: (S,)
+        """Make the optimizer steps of one rollout and return their metrics.  ``advantages``: (S,)
 
-        ``completions`` are those that this rank sampled; under replay r3 they hold the routes of the engine.
+        ``completions`` are those that this rank sampled. With replay r3, they contain the routes of the engine.
         """
         per_update = self.cfg.optim.prompts_per_update * self.cfg.rollout.group_size
         updates = []
@@ -139,7 +139,7 @@ class Learner:
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
         for update in updates:
-            # A share was divided by its update's tokens. It becomes one of the mean over all trained tokens.
+            # A share was divided by its update's tokens. A weight turns it into a share of the mean over all tokens.
             weights = {"updates": 1 / len(updates), "tokens": update.counts["num_tokens"] / max(1, trained_tokens)}
             for micro in update.micro_batches:
                 with timer.phase("update"):
@@ -193,7 +193,7 @@ class Learner:
             group_size=cfg.rollout.group_size,
             prompts=prompts,
         )
-        shares = shares or [[[]] * parallel.data]  # nothing to learn from: one empty micro-batch keeps ranks in step
+        shares = shares or [[[]] * parallel.data]  # if empty, one empty micro-batch keeps ranks in step
         routes = None
         if cfg.replay.mode == "r3":
             own_routes = [[one.routed_experts for one in group] for group in completions]
@@ -230,10 +230,10 @@ class Learner:
     def _passes(self, updates: list[Update]) -> list[Pass]:
         """Return the passes that this run needs, in their order.
 
-        stale_logp is of the policy that sampled, for the metrics of the gap to the sampler. old_logp is from before the
-        first optimizer step, and the ratios of later updates are relative to it. The first update needs no such pass:
-        its own log-probs are those of that policy, so its ratio is 1. With replay r2 it has the pass, which also
-        records the routes.
+        stale_logp comes from the policy that sampled, for the metrics of the gap to the sampler. old_logp comes from
+        before the first optimizer step, and the ratios of later updates are relative to it. The first update needs no
+        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 it still has the pass,
+        which also records the routes.
         """
         cfg, current = self.cfg, contextlib.nullcontext
         every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
@@ -260,7 +260,7 @@ class Learner:
 
     @torch.no_grad()
     def _freely(self, micro: MicroBatch) -> Tensor:
-        """Compute the log-probs on the router's own routes. On others, a teacher would be another one.  -> (b, T)"""
+        """Compute the log-probs on the router's own routes, as other routes would change a teacher.  -> (b, T)"""
         return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
@@ -286,10 +286,10 @@ class Learner:
         return total / tokens
 
     def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """Add the gradients of the share that ``micro`` has in the loss."""
+        """Add the gradients of the loss share of ``micro``."""
         with self._routed(micro, count=True):
             share = self._loss(micro, counts)
-            share.loss.backward()  # under replay too: activation recompute routes the tokens again
+            share.loss.backward()  # in the replay block, because activation recompute routes the tokens again
         micro.packing.release_mask()
         return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
@@ -298,7 +298,7 @@ class Learner:
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self.policy.logprobs(micro)
-        logp, entropy = stats.logp, stats.entropy  # (b, T) twice
+        logp, entropy = stats.logp, stats.entropy  # (b, T) each
         old_logp = logp.detach() if micro.old_logp is None else micro.old_logp  # None: the first update
         # The sampler is the behaviour policy: the weights correct its rounding, its noise and its staleness.
         weights = grpo.rollout_weights(
@@ -309,7 +309,7 @@ class Learner:
             loss_cfg.importance_clip,
             loss_cfg.importance_low,
         )
-        advantages = micro.advantages  # (b,); (b, T) with a teacher
+        advantages = micro.advantages  # (b,), or (b, T) with a teacher
         if micro.teacher_logp is not None:
             advantages = grpo.distilled(advantages, old_logp, micro.teacher_logp, micro.mask, loss_cfg.teacher_coef)
         loss, measured = grpo.policy_loss(
@@ -339,7 +339,7 @@ class Learner:
             reverse_kl = grpo.kl(old_logp, micro.teacher_logp, "k1", micro.mask)
             metrics["actor/teacher_kl"] = mean(reverse_kl)
             by_row = reverse_kl.sum(dim=1) / micro.mask.sum(dim=1).clamp(min=1)
-            # Without a sequence there is one row, which trains nothing.
+            # Without a sequence, there is one row that trains nothing.
             self.teacher_kl |= zip(micro.sequences, by_row.cpu(), strict=False)
         if micro.ref_logp is not None:
             kl = grpo.kl(logp, micro.ref_logp, loss_cfg.kl, micro.mask)
@@ -363,20 +363,20 @@ class Learner:
 
     @torch.no_grad()
     def _step(self, step: int) -> float:
-        """Clip the gradient, take one AdamW step, and return the gradient's norm before the clipping.
+        """Clip the gradient, make one AdamW step, and return the gradient's norm before clipping.
 
         The learning rate depends on the training ``step``, so all optimizer steps of a rollout have the same one.
         """
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
             raise Tripped(
-                f"step {step + 1}: the gradient norm is {norm}; nothing of this step is saved\n"
-                "  look at: optim.lr and the checkpoint before; in bf16 also loss.aggregate and the longest completions"
+                f"step {step + 1}: the gradient norm is {norm}; this step is not saved\n"
+                "  look at: optim.lr and the last checkpoint; in bf16 also loss.aggregate and the longest completions"
             )
         optim = self.cfg.optim
         gradients = [parameter.grad for parameter in self.parameters]
         torch._foreach_mul_(gradients, min(1.0, optim.max_grad_norm / (norm + 1e-6)))
-        # The function of torch.optim.AdamW without its class: the first use of the class imports torch's compiler,
+        # This is torch.optim.AdamW's function without its class. The first use of the class imports torch's compiler,
         # which takes half a second and 40 MiB.
         adamw(
             [*self.parameters],
@@ -387,14 +387,14 @@ class Learner:
             state_steps=[torch.tensor(float(self.optimizer_steps)) for _ in self.parameters],
             amsgrad=False,
             maximize=False,
-            foreach=self.parallel.device.type != "cpu",  # few launches for all factors; torch asks for another type
+            foreach=self.parallel.device.type != "cpu",  # few launches; torch's default excludes the type Factor
             lr=optim.rate(step, self.cfg.train.steps),
             beta1=optim.betas[0],
             beta2=optim.betas[1],
             eps=ADAM_EPS,
             weight_decay=optim.weight_decay,
         )
-        torch.autograd.graph.increment_version(self.parameters)  # a backend's foreach kernel need not count its change
+        torch.autograd.graph.increment_version(self.parameters)  # a backend's foreach kernel may not count its change
         self.optimizer_steps += 1
         self.policy.model.zero_grad()
         return norm
@@ -402,9 +402,9 @@ class Learner:
     # -------------------------------------------------------------------------------------------- its state
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Whole factors and moments by Hugging Face name, which any layout can load, and the count of optimizer steps.
+        """Return whole factors and moments by Hugging Face name, and the number of optimizer steps. Collective.
 
-        Collective. Rank 0 gets the tensors, on the host; the other ranks get none.
+        Any layout can load them. Rank 0 gets the tensors, on the host; the other ranks get none.
         """
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind, *_ in self.saved_parts()}
         for kind, ending, values in self.saved_parts():
@@ -415,24 +415,26 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
-        """Load a state() that any layout wrote. InputError if names or shapes are not those of this model."""
+        """Load a state() that any layout wrote. Raises InputError if names or shapes do not fit this model."""
         steps = counts["optimizer_steps"]  # checkpoint.mismatch has compared it with the configuration
         done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
         for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
             self.stale_factors.append(self.policy.copied_factors())
         needed = dict.fromkeys(kind for kind, *_ in self.saved_parts())
         if tensors.keys() != needed.keys():
-            raise InputError(f"checkpoint: found {', '.join(tensors) or 'no tensors'}; needed: {', '.join(needed)}")
-        # scatter compares the names that end as those of the moments
+            raise InputError(f"checkpoint: has {', '.join(tensors) or 'no tensors'} instead of {', '.join(needed)}")
+        # scatter compares only names that end like those of the moments
         if unknown := [name for name in tensors["optimizer"] if not name.endswith(tuple(f".{m}" for m in MOMENTS))]:
-            raise InputError(f"checkpoint: optimizer: {unknown[0]}: unknown; needed: {' and '.join(MOMENTS)} alone")
+            raise InputError(
+                f"checkpoint: optimizer: {unknown[0]} is unknown; only {' and '.join(MOMENTS)} belong there"
+            )
         for kind, ending, values in self.saved_parts():
             self.policy.load_(tensors[kind], ending, into=values)
         self.optimizer_steps = steps
         self.is_restored = True
 
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
-        """(kind of the file, ending of the names in it, tensors of this rank by factor name) of all that is saved."""
+        """Return the parts to save: for each the kind of file, the ending of names, and this rank's tensors by name."""
         parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.policy.factors)]
         parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
         for age, factors in zip(range(len(self.stale_factors), 0, -1), self.stale_factors, strict=True):
@@ -441,10 +443,10 @@ class Learner:
 
     @torch.no_grad()
     def not_saved(self, saved: Checkpoint | None) -> str:
-        """Names adapters, moments or counts that are not those of ``saved``; "" if there are none. Collective.
+        """Return the adapters, moments or counts that differ from ``saved``; "" if there are none. Collective.
 
-        Rank 0 alone needs ``saved``. It cuts each whole tensor into the pieces of all ranks and compares their
-        checksums, so what Policy.gathered puts together is compared by its inverse.
+        Only rank 0 needs ``saved``. It cuts each whole tensor into the pieces of all ranks and compares their
+        checksums, which checks Policy.gathered by its inverse.
         """
         parallel = self.parallel
         tensors = {}
@@ -456,14 +458,14 @@ class Learner:
         differences: list[str] = []
         if parallel.rank == 0 and saved is not None:
             differences = self._differences(saved, by_rank)
-        said = f"{first_three(differences)}: not what {saved.path} holds" if differences else ""
+        said = f"{first_three(differences)}: differs from {saved.path}" if differences else ""
         return parallel.gather_objects(said)[0]
 
     def _differences(self, saved: Checkpoint, by_rank: list[tuple[int, int, dict]]) -> list[str]:
-        """What differs between ``saved`` and the ranks: (tensor rank, expert rank, checksum of each tensor)."""
+        """Return the differences between ``saved`` and ``by_rank`` (tensor rank, expert rank, checksum per tensor)."""
         differences = []
         if (steps := saved.state.get("optimizer_steps")) != self.optimizer_steps:
-            differences.append(f"optimizer_steps {self.optimizer_steps} for {steps}")
+            differences.append(f"optimizer_steps {self.optimizer_steps} instead of {steps}")
         stored = {f"{kind} {name}": value for kind, named in saved.tensors.items() for name, value in named.items()}
         for kind, name, ending in by_rank[0][2]:
             label = f"{kind} {adapter_weights.hf_name(name, self.arch)}{ending}"
@@ -474,11 +476,11 @@ class Learner:
         return differences + sorted(stored)
 
     def _fits(self, name: str, whole: Tensor, sums: list[tuple[int, int, tuple[int, int]]]) -> bool:
-        """Whether the pieces of ``whole`` have these checksums: (tensor rank, expert rank, checksum) of each rank."""
+        """Return whether the pieces of ``whole`` have the checksums ``sums`` (tensor rank, expert rank, checksum)."""
         factor = self.policy.factors[name]
         if tuple(whole.shape) != whole_shape(factor, self.parallel):
             return False
-        pieces: dict[int, tuple[int, int]] = {}  # a piece is cut once, however many ranks hold it
+        pieces: dict[int, tuple[int, int]] = {}  # a piece is cut once, however many ranks have it
         for tensor_rank, expert_rank, checksum in sums:
             key = expert_rank if factor.is_expert else tensor_rank
             if key not in pieces:

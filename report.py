@@ -1,16 +1,16 @@
 """Stores and compares the records of runs, and writes the pages that are generated from them.
 
     python report.py add out/RUN ... [--id NAME]    store finished runs as results/NAME.parquet, which must be new
-    python report.py build                          write RESULTS.md, two pages beside it, figures, README's tree
-    python report.py --check                        exit 1 if a record was changed, or a page is not what they say
-    python report.py --check --against REV          and if since commit REV a record was changed or removed
+    python report.py build                          write RESULTS.md, two other pages, figures, and README's tree
+    python report.py --check                        exit 1 if a record was changed or a page differs from the records
+    python report.py --check --against REV          also exit 1 if a record was changed or removed since commit REV
     python report.py rerun ID [--run]               print the commands that repeat a run (--run: execute and compare)
     python report.py weights ID FOLDER              write the tiny model from which the run started to FOLDER
-    python report.py show out/RUN                   how the run is going, and what its model writes (--help: views)
+    python report.py show out/RUN                   show the run's progress and its completions (--help: more views)
     python report.py compare A B [C ...]            compare records, variants or run folders with the first one
     python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
-This needs requirements/report.txt only. Exit code 2: input that cannot be used, in one line.
+This needs only requirements/report.txt. For unusable input it prints one line and exits with code 2.
 """
 
 import argparse
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 COMMIT = "[0-9a-f]{7,64}"
-RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it wrote the records anew; from here on they only grow
+RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it rewrote the records; since then they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 
 
@@ -46,7 +46,7 @@ VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # pac
 
 
 def quoted(text: str) -> str:
-    """``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
+    """Quote ``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 
@@ -54,23 +54,23 @@ def quoted(text: str) -> str:
 def rerun_commands(record: Record, results: Path) -> str:
     """Return shell commands that repeat the run in a new folder next to this checkout, from its weights if kept.
 
-    Another person may have written the record, so its texts are quoted. InputError unless its commit is a hash, its id
-    a name, and its command one that can be split into words.
+    Another person may have written the record, so its texts are quoted. Raises InputError unless its commit is a hash,
+    its id is a name, and its command can be split into words.
     """
     for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
         if not re.fullmatch(form, found):
-            raise InputError(f"record {shown(record.id)}: {what}: found {shown(found)}; needed: text like {form}")
+            raise InputError(f"record {shown(record.id)}: {what}: must match {form}, not {shown(found)}")
     try:
         words = " ".join(map(quoted, shlex.split(record.command)))
     except ValueError as error:
-        raise InputError(f"{record.id}: command: {record.command!r} is no command line: {error}") from None
+        raise InputError(f"{record.id}: command: {record.command!r} is not a command line: {error}") from None
     folder, model = f"../rerun-{record.id}", record.config["model"]["path"]
     lines = ["set -euo pipefail", f"git worktree add --detach {folder} {record.commit}"]
     from_package = "smol_model.json" in record.inputs["model"]  # made by weights/smol_model.py
     if "tiny_model" in record.config:
         kept = records.start_weights(results, record) is not None
         write = f"{quoted(sys.executable)} report.py --results {quoted(str(results))} weights {record.id}"
-        other = "# the model was not kept: its warm start is repeated, and another processor makes other weights"
+        other = "# the model was not kept, so its warm start is repeated; another processor gives other weights"
         lines.append(f"{write} {quoted(f'{folder}/{model}')}" if kept else other)
     elif not from_package:
         lines.append(f"# put the model into {ascii(model)}, and the data where its config says")
@@ -92,13 +92,13 @@ def rerun_commands(record: Record, results: Path) -> str:
     threads = "".join(f" {key}={quoted(value)}" for key, value in variables.items())
     lines += [
         f'PATH="$PWD/.venv/bin:$PATH"{threads} {words}',
-        f"# is it the same?  python report.py compare {record.id} {folder}/out/RUN",
+        f"# compare both:  python report.py compare {record.id} {folder}/out/RUN",
     ]
     return "\n".join(lines)
 
 
 def rerun(results: Path, record: Record, execute: bool) -> int:
-    """Print the commands. With ``execute``, run them and compare the new run with the record.  -> exit code"""
+    """Print the commands. With ``execute``, run them and compare the new run with the record. Returns the exit code."""
     commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
     if not execute:
@@ -111,9 +111,10 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
 
 
 def repeat(a: Record, b: Record) -> tuple[str, int]:
-    """How a run and its repeat compare, and the exit code; nothing if another configuration or layout was run.
+    """Compare a run and its repeat, and return a sentence and the exit code; "" for another configuration or layout.
 
-    On a CPU the same configuration, layout, versions and processor must give the same bytes. Anything else is a defect.
+    On a CPU, the same configuration, layout, versions and processor must give the same bytes. Anything else is a
+    defect.
     """
     if changed_keys(a.config, b.config) or records.differing(a, b):
         return "", 0
@@ -135,8 +136,8 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
     }
     named = ", ".join(differ)
     if allowed := [text for text, holds in reasons.items() if holds]:
-        return f"not byte-identical ({named}), which is allowed because of: {'; '.join(allowed)}", 0
-    return f"different, and it should not be: {named}; configuration, layout, versions and processor are the same", 1
+        return f"not byte-identical ({named}), which these reasons allow: {'; '.join(allowed)}", 0
+    return f"different ({named}), although configuration, layout, versions and processor are the same", 1
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons
@@ -144,9 +145,9 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 
 @records.of_others
 def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record]]:
-    """What ``name`` names: a record, a variant, the folder of a run, or that of a sweep.
+    """Return the steps of ``name``, and one record of each of its variants.
 
-    Its steps, and one record of each of its variants.
+    ``name`` is a record, a variant, the folder of a run, or the folder of a sweep.
     """
     folder = Path(name)
     if (folder / "sweep.json").exists():
@@ -160,16 +161,16 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
     chosen = [record for record in there if name in (record.id, record.variant)]
     if not chosen:
         known = first_names({record.variant: None for record in there})
-        raise InputError(f"{name}: no record, variant, finished run or folder of a sweep; variants: {known}")
+        raise InputError(f"{name}: not a record, variant, finished run or folder of a sweep; the variants are: {known}")
     ids = [record.id for record in chosen]
     return steps[steps["id"].isin(ids)].assign(variant=name), {name: chosen[0]}
 
 
 @records.of_others
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
-    """Compare a repeat byte for byte, other runs with intervals.  -> exit code; 1: a repeat differs without a reason
+    """Compare a repeat byte for byte, and other runs with intervals. Returns 1 if a repeat differs without a reason.
 
-    ``kind``: by default the sampled answers, or the greedy ones where no run has sampled ones.
+    By default, ``kind`` is the sampled answers, or the greedy ones if no run has sampled answers.
     """
     import pandas
 
@@ -180,7 +181,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
         variants |= of_name
     base, *others = variants
     if not others:
-        raise InputError(f"compare: found {base}; needed: two different records, variants, runs, or those of a sweep")
+        raise InputError(f"compare: found only {base}; give two different records, variants or runs, or a sweep")
     if len(variants) == 2 and steps.groupby("variant")["id"].nunique().eq(1).all():
         said, code = repeat(*variants.values())
         if said:
@@ -193,7 +194,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 
 
 def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], kind: comparisons.Kind) -> None:
-    """Print how each variant but the first differs from the first one: its settings, and its answers over the seeds."""
+    """Print how each other variant differs from the first one, in settings and in answers over the seeds."""
     base, *others = variants
     entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
@@ -210,14 +211,14 @@ def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], k
 
 def show(args: argparse.Namespace) -> None:
     """Print a view of a run."""
-    text = "\n".join(view(args.run, args)).strip() or "no such completion"
+    text = "\n".join(view(args.run, args)).strip() or "no completion matches"
     print(printable(text, kept="\n\t"))  # a model may write anything
 
 
 def whole_number(text: str) -> int:
-    """Return a number of 0 or more; argparse prints the reason for any other text."""
+    """Return a number of 0 or more. For any other text, argparse prints the reason."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
     return int(text)
 
 
@@ -244,7 +245,7 @@ def view(run: Path, args: argparse.Namespace) -> list[str]:
 
 
 def check(results: Path, page: Path, revision: str) -> int:
-    """Print every fault of the records and the pages.  -> exit code"""
+    """Print every fault of the records and the pages, and return the exit code."""
     faults = changed_records(results, revision) + pages.stale(results, page)
     said = "\n".join(faults) or f"{page}: agrees with the records in {results}"
     print(said, file=sys.stderr if faults else sys.stdout)
@@ -252,9 +253,10 @@ def check(results: Path, page: Path, revision: str) -> int:
 
 
 def changed_records(results: Path, revision: str) -> list[str]:
-    """A sentence for each file of records that was changed or removed since ``revision``, which is HEAD by default.
+    """Return a sentence for each file of records that was changed or removed since ``revision``, by default HEAD.
 
-    The working tree counts, each commit, and what a merge changes in its first parent. InputError for no such revision.
+    The working tree, each commit, and a merge's changes to its first parent count. Raises InputError if there is no
+    such revision.
     """
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
@@ -263,7 +265,7 @@ def changed_records(results: Path, revision: str) -> list[str]:
     if git("rev-parse", "HEAD").returncode:
         return []  # no history here
     if git("rev-parse", "--verify", "--quiet", f"{revision or 'HEAD'}^{{commit}}").returncode:
-        raise InputError(f"--against: {revision}: no such commit; needed: one of this history")
+        raise InputError(f"--against: there is no commit {revision}; give one of this history")
     is_older = RESHAPED and revision and git("merge-base", "--is-ancestor", revision, RESHAPED).returncode == 0
     since = RESHAPED if is_older else revision or "HEAD"
     lost = ["--no-renames", "--diff-filter=MDT", "--name-only", "--relative"]
@@ -277,24 +279,24 @@ def changed_records(results: Path, revision: str) -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is not current")
-    parser.add_argument("--against", metavar="REV", default="", help="with --check: since when records only grew")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a record was changed or a page is stale")
+    parser.add_argument(
+        "--against", metavar="REV", default="", help="with --check: records must only have grown since then"
+    )
     parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
     parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=path_option, metavar="out/RUN")
-    adding.add_argument("--id", default="", help="the name of the file; by default that of the only run")
+    adding.add_argument("--id", default="", help="name of the file (default: the name of the only run)")
     adding.set_defaults(
         act=lambda args: print(f"{records.add(args.runs, args.results, args.id)}: added; next: python report.py build")
     )
-    building = verbs.add_parser(
-        "build", help="write RESULTS.md, the pages beside it, figures, and the tree of README.md"
-    )
+    building = verbs.add_parser("build", help="write RESULTS.md, related pages, figures, and the tree of README.md")
     building.set_defaults(act=lambda args: pages.build(args.results, args.page))
     repeating = verbs.add_parser("rerun", help="print the commands that repeat a run")
     repeating.add_argument("id")
-    repeating.add_argument("--run", action="store_true", help="execute them, and compare with the record")
+    repeating.add_argument("--run", action="store_true", help="execute them and compare with the record")
     repeating.set_defaults(act=lambda args: rerun(args.results, records.load_record(args.results, args.id), args.run))
     restoring = verbs.add_parser("weights", help="write the tiny model from which a run started, if it was kept")
     restoring.add_argument("id")
@@ -302,28 +304,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     restoring.set_defaults(
         act=lambda args: records.restore_weights(args.results, records.load_record(args.results, args.id), args.folder)
     )
-    showing = verbs.add_parser("show", help="print how a run is going, and what its model writes")
+    showing = verbs.add_parser("show", help="print the progress of a run and completions of its model")
     showing.add_argument("run", type=path_option, metavar="out/RUN")
     showing.add_argument("--step", type=whole_number, metavar="N", help="completions of step N")
     showing.add_argument(
-        "--eval", type=whole_number, nargs="?", const=look.LAST, metavar="N", help="answers after N steps, or the last"
+        "--eval",
+        type=whole_number,
+        nargs="?",
+        const=look.LAST,
+        metavar="N",
+        help="answers after N steps (default: the last)",
     )
     showing.add_argument("--only", choices=completions.OUTCOMES, default="", help="completions with this outcome")
-    showing.add_argument("--question", default="", metavar="ID", help="this question, such as test:20, in all files")
+    showing.add_argument("--question", default="", metavar="ID", help="only this question, e.g. test:20")
     showing.add_argument(
-        "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or runs"
+        "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or two runs"
     )
-    showing.add_argument("--limit", type=whole_number, default=4, metavar="N", help="most completions of a file (4)")
+    showing.add_argument(
+        "--limit", type=whole_number, default=4, metavar="N", help="most completions per file (default: 4)"
+    )
     showing.set_defaults(act=show)
     comparing = verbs.add_parser("compare", help="compare runs or variants")
     comparing.add_argument(
         "names", nargs="+", type=text_option, metavar="NAME", help="record, variant, run folder, or folder of a sweep"
     )
-    comparing.add_argument("--kind", choices=comparisons.KINDS, help="the outcome; curve: its mean along the run")
+    comparing.add_argument(
+        "--kind", choices=comparisons.KINDS, help="outcome to compare; curve: the mean along the run"
+    )
     comparing.set_defaults(act=lambda args: compare(args.results, args.names, args.kind))
     args = parser.parse_args(arguments)
     if args.check == (args.verb is not None) or (args.against and not args.check):
-        parser.error("needed: one of the commands, or --check alone, or --check --against REV")
+        parser.error("give one of the commands, or --check, or --check --against REV")
     return args
 
 
@@ -337,7 +348,7 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:  # requirements/cpu.txt has no scipy
         package = (error.name or "a package").split(".")[0]
         needed = "pip install --no-deps -r requirements/report.txt"
-        raise InputError(f"report.py: {package} is not installed; needed: {needed}") from None
+        raise InputError(f"report.py: {package} is not installed; install it: {needed}") from None
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Scores a completion of GSM8K: strings in, a float out. A model's text is searched, never evaluated.
 
-The method strict reads GSM8K's own form, the number after the last '####'. The other six compute what other projects
-compute, their faults included, so that numbers can be compared: verl_strict and verl_flexible (verl's gsm8k score),
-openai (grade-school-math), lm_eval_strict and lm_eval_flexible (lm-evaluation-harness, gsm8k version 3), base_acc
-(MindSpeed-RL). Every search takes linear time.
+The method strict reads GSM8K's own form, the number after the last '####'. The other six methods give the same scores
+as other projects, including their faults, so that numbers can be compared: verl_strict and verl_flexible (verl's gsm8k
+score), openai (grade-school-math), lm_eval_strict and lm_eval_flexible (lm-evaluation-harness, gsm8k version 3),
+base_acc (MindSpeed-RL). Every search takes linear time.
 """
 
 import re
 from decimal import Decimal
 from typing import NamedTuple
 
-# End-of-text marks: a response ends at the first of them, if the tokenizer's decoding left one in the text.
+# End-of-text marks. A response ends at the first of them, if the tokenizer's decoding left one in the text.
 EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
 
-# [0-9] instead of \d allows ASCII digits only. Either all thousands commas are in their places, or there are none.
+# [0-9] instead of \d allows only ASCII digits. Either all thousands commas are in the right place, or there are none.
 NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # Spaces, bold or code marks, and a dollar sign may stand between the marker and the number, or a letter or nothing.
 MARKED = re.compile(rf"(?<!#)####[ \t*_`]*(?:\\?\$[ \t]*)?([-+]?)(?:\\?\$[ \t]*)?({NUMBER})")
@@ -22,9 +22,9 @@ ALONE = re.compile(r"(?![^\W_])[^\d\r\n]*(?=[\r\n]|$)")  # no letter touches the
 FIELD_MARKED = re.compile(r"#### (-?[0-9.,]+)")
 VERL_NUMBER = re.compile(r"(?!\.(?![0-9.,]))-?[0-9.,]+")  # a single dot is not a number
 LM_EVAL_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
-WHOLE, END = slice(None), slice(-300, None)  # verl searches no more than the last 300 characters
+WHOLE, END = slice(None), slice(-300, None)  # verl searches only the last 300 characters
 FIRST, LAST = 0, -1
-SEARCHES = {  # method: what it searches for, in which part of the response, which match it takes, without its commas?
+SEARCHES = {  # method: pattern, part of the response to search, match to use, whether to remove its commas
     "verl_strict": (FIELD_MARKED, END, LAST, True),
     "verl_flexible": (VERL_NUMBER, END, LAST, False),  # so "1,800" is not 1800
     "openai": (FIELD_MARKED, WHOLE, FIRST, True),
@@ -33,7 +33,7 @@ SEARCHES = {  # method: what it searches for, in which part of the response, whi
 }
 METHODS = ("strict", *SEARCHES, "base_acc")
 ANY_NUMBER = ("lm_eval_flexible", "verl_flexible")
-READERS = {  # a form of answers, as instructions name it: the methods that read it
+READERS = {  # an answer form in the words of instructions: the methods that read it
     "####": ("strict", "verl_strict", "openai", "lm_eval_strict", *ANY_NUMBER),
     "\\boxed": ("math", "base_acc", *ANY_NUMBER),
     "Answer:": ANY_NUMBER,
@@ -43,7 +43,7 @@ BOXED = "\\boxed{"
 BOX_PARTS = re.compile(rf"(?P<boxed>\\boxed\s*)?\{{|\}}|\\boxed\s*(?P<number>[-+]?(?:{NUMBER}))")
 BOX_FORM = "<think> .. </think> <answer> \\boxed{N} </answer>"
 BOXED_UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
-# The text around a number that the grader of MindSpeed-RL removes before it compares.
+# The text around a number that MindSpeed-RL's grader removes before it compares.
 BOXED_NOISE = re.compile(
     rf",?\\! *|\\(?:left|right|[\\,;: ])|\^ *(?:\{{\\circ\}}|\\circ)|\\?[$%]|\\(?:text|math)(?:bf|it|rm|sf|tt)?(?=\{{)|"
     rf"(?:{BOXED_UNITS})(?:es)?s?(?: *\^[0-9]+)?"
@@ -51,25 +51,25 @@ BOXED_NOISE = re.compile(
 
 
 def gold_answer(answer_field: str) -> str:
-    """The text after '#### ' in the answer field of a data set, without commas; ValueError if there is none."""
+    """Return the text after '#### ' in a data set's answer field, without commas. Raises ValueError without one."""
     _, marker, final = answer_field.rpartition("#### ")
     final = final.replace(",", "").strip()
     if not marker or not final:
-        raise ValueError(f"answer: found {answer_field[-60:]!r}; needed: '#### ' and the final number")
+        raise ValueError(f"answer: found {answer_field[-60:]!r}; write '#### ' and the final number")
     return final
 
 
 def score(response: str, gold: str, method: str = "strict") -> float:
-    """1.0 if the response's answer, as the method finds and compares it, is the gold answer, else 0.0.
+    """Return 1.0 if the method finds the gold answer in the response, otherwise 0.0.
 
-    ``gold`` is what gold_answer returns. Raises ValueError for an unknown method, and with strict for a gold answer
-    that is not one number, because every response would score 0.
+    ``gold`` is the result of gold_answer. Raises ValueError for an unknown method, and with strict for a gold answer
+    that is not one number, because every response would then score 0.
     """
     found = extract(response, method)
     if method == "strict":
         number = _strict_answer(f"#### {gold}")
         if number is None:
-            raise ValueError(f"gold: found {gold[-60:]!r}; needed: one number")
+            raise ValueError(f"gold: must be one number, not {gold[-60:]!r}")
         return float(found is not None and Decimal(found) == Decimal(number))
     compared = {"lm_eval_strict": _lm_eval_text, "lm_eval_flexible": _lm_eval_text, "base_acc": _boxed_value}
     value = compared.get(method, str)
@@ -77,16 +77,16 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 
 
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
-    """The worked answer of a data set as a response in the form that ``method`` reads; it must score 1.
+    """Turn a data set's worked answer into a response in the form that ``method`` reads. It must score 1.
 
-    verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM; ``boxed``: the
-    prompt asks for it.
+    verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM. ``boxed`` is true
+    if the prompt asks for a box.
     """
     gold = gold_answer(answer_field)
     worked, _, final = answer_field.rpartition("#### ")
     if method == "verl_flexible":
         return f"{worked}#### {gold}"
-    if method == "math":  # its commas stay: (1,2) is not (12)
+    if method == "math":  # its commas stay, because (1,2) is not (12)
         return f"{worked}{BOXED}{final.strip()}}}"
     if method == "base_acc" and boxed:
         return f"<think>{worked}</think> <answer>{BOXED}{gold}}}</answer>"
@@ -94,16 +94,16 @@ def in_form(answer_field: str, method: str, boxed: bool) -> str:
 
 
 def extract(response: str, method: str = "strict") -> str | None:
-    """The answer text that the method finds in a response, or None. Raises ValueError for an unknown method."""
+    """Return the answer that the method finds in a response, or None. Raises ValueError for an unknown method."""
     if method == "strict":
         return _strict_answer(response)
     if method == "base_acc":
         return _boxed_answer(response)
-    if method == "math":  # which tasks/math_answers.py compares
+    if method == "math":  # tasks/math_answers.py compares it
         complete = boxes(response)
         return complete[-1].content if complete else None
     if method not in METHODS:
-        raise ValueError(f"method: found {method!r}; needed: one of {', '.join(METHODS)}")
+        raise ValueError(f"method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     pattern, part, which, without_commas = SEARCHES[method]
     found = pattern.findall(response[part])
     if not found:
@@ -112,15 +112,15 @@ def extract(response: str, method: str = "strict") -> str | None:
 
 
 class Box(NamedTuple):
-    """A \\boxed{...} of a text, with the braces inside of it, or a number after \\boxed without braces."""
+    """A \\boxed{...} in a text, including the braces inside it, or a number after \\boxed without braces."""
 
     content: str
-    start: int  # the place of \\boxed in the text
-    end: int  # the place after the box
+    start: int  # the position of \\boxed in the text
+    end: int  # the position after the box
 
 
 def boxes(text: str) -> list[Box]:
-    """The complete boxes of a text in the order of their ends, so that a box comes before the box around it."""
+    """Return the complete boxes of a text in the order of their ends, so a box precedes the box around it."""
     found: list[Box] = []
     begun: list[re.Match | None] = []  # for each open brace the \\boxed before it, or None
     for part in BOX_PARTS.finditer(text):
@@ -135,13 +135,13 @@ def boxes(text: str) -> list[Box]:
 
 # --------------------------------------------------------------------------------------------------------------- strict
 def _strict_answer(response: str) -> str | None:
-    """The number after the last '####' that a number follows, in a form that Decimal reads; or None.
+    """Return the number after the last '####' with a number, in a form that Decimal reads, or None.
 
     This is GSM8K's own form. A response ends at its first end-of-text mark. Spaces, bold or code marks, a sign and '$'
-    may stand before the number. Words after it are ignored, also words that change its value (18 thousand), as the
-    pattern of OpenAI ignores them. A marker without a number, such as a heading, is ignored. Of two markers with
-    different numbers the last one counts. There is no answer if the line of that number has another digit after it
-    (18 or 19, 18/19, 1,5), or if a letter touches it (18k).
+    may precede the number. Words after it are ignored, as OpenAI's pattern does, even if they change its value (18
+    thousand). A marker without a number, such as a heading, is ignored. If two markers have different numbers, the last
+    one counts. There is no answer if the line of that number has another digit after it (18 or 19, 18/19, 1,5), or if a
+    letter touches it (18k).
     """
     ends = [end for end in (response.find(text) for text in EOS_TEXTS) if end >= 0]
     text = response[: min(ends, default=None)]
@@ -154,14 +154,14 @@ def _strict_answer(response: str) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------- other projects
 def _lm_eval_text(text: str) -> str:
-    """What lm-evaluation-harness compares: the text after the last '#### ' without commas, '$' and one final dot."""
+    """Return the text after the last '#### ' without commas, '$' and a final dot, as lm-evaluation-harness does."""
     return re.sub(r"\.$", "", text.replace(",", "").replace("$", "").rpartition("#### ")[2]).lower()
 
 
 def _boxed_answer(response: str) -> str | None:
-    """The content of the last \\boxed{} of a text <think> .. </think> .. <answer> .. \\boxed{ .. } .. </answer>.
+    """Return the last \\boxed{} content of a text <think> .. </think> .. <answer> .. \\boxed{ .. } .. </answer>.
 
-    Each part is searched from the end of the part before. That decides like the regular expression of MindSpeed-RL, but
+    Each part is searched from the end of the previous part. This gives the result of MindSpeed-RL's regular expression
     in linear time.
     """
     position = len("<think>")
@@ -180,11 +180,11 @@ def _boxed_answer(response: str) -> str | None:
 
 
 def _boxed_value(text: str) -> float | str:
-    """What base_acc compares: the cleaned text, or its number if it is one.
+    """Return the value that base_acc compares: the cleaned text, or its number if it is one.
 
-    MindSpeed-RL also asks a symbolic parser whether two texts are equal, but not if one of them is a whole number and
-    the other is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. The results may differ
-    only for unusual LaTeX around a number.
+    MindSpeed-RL also lets a symbolic parser compare two texts, but not if one of them is a whole number and the other
+    is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. The results
+    can differ only for unusual LaTeX around a number.
     """
     name, equals, value = text.partition("=")
     if equals and len(name) <= 2 and "=" not in value:  # x = 18

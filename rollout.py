@@ -1,7 +1,7 @@
 """Step 2: sample G completions for each prompt and score them.
 
 P is the number of prompts, G the number of completions per prompt, S = P x G the number of sequences, and
-N = max_new_tokens. A replica is a group of rollout.tensor ranks that together hold one copy of the model. Replica r of
+N = max_new_tokens. A replica is a group of rollout.tensor ranks that share one copy of the model. Replica r of
 n samples the prompts r, r + n, r + 2 n, ... All ranks then exchange their results, so every rank has the whole rollout.
 """
 
@@ -33,8 +33,8 @@ from tasks.scoring import Call, Score, Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CUT_OFF = {"length": 1, "turns": 2}  # finish_reason -> its number in a message; 0 for the others
-OPENING_TOKENS = 16  # enough to hold `<think>` and the line breaks at the end of a prompt
+CUT_OFF = {"length": 1, "turns": 2}  # maps a finish_reason to its number in a message; 0 means any other
+OPENING_TOKENS = 16  # enough for `<think>` and the line breaks at the end of a prompt
 Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 
@@ -43,11 +43,11 @@ class Sampled(NamedTuple):
 
     batch: Rollout  # the sequences to train on
     completions: list[list[Completion]]  # the part of the batch that this rank sampled, as the engine returned it
-    rows: list[Row]  # a row for each completion that this rank sampled, also of the groups that were replaced
+    rows: list[Row]  # a row per completion that this rank sampled, including groups that were replaced later
     asked: list[Question]  # the P questions of the batch
     all_asked: list[Question]  # the P questions of the first round, followed by those of later rounds
     first: Rollout  # the first round, before any group was replaced because of its outcome
-    num_tokens: int  # tokens of the completions of all rounds, with those of the environment
+    num_tokens: int  # tokens of the completions of all rounds, including those of the environment
     extra: dict[str, float]  # the metrics of dynamic sampling
 
 
@@ -144,8 +144,8 @@ def sample(
 ) -> tuple[Rollout, list[list[Completion]], list[Row]]:
     """Sample and score G completions of each question.
 
-    Returns the completions of all ranks, on every rank, those that this rank sampled, as the engine returned them, and
-    a row for each of the latter.
+    Returns the completions of all ranks on every rank, this rank's completions as the engine returned them, and a row
+    for each of this rank's completions.
     The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
     round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
     get completions, and the rows of the others are 0.
@@ -177,14 +177,14 @@ def gather_answers(
     """Return the fields of a Rollout of ``count`` prompts, from all ranks' ``answers`` and their ``scores``.
 
     An answer is the index of its prompt, its number in the group, and a completion. Rows without an answer are 0.
-    Collective: each rank sends one message of integers and one of fp32 numbers. The shapes are equal on every rank, so
-    they follow replica 0, which has the most prompts. A token t of the environment is sent as ~t, which is negative.
+    Collective: each rank sends one message of integers and one of fp32 numbers. The shapes must be equal on every rank,
+    so they follow replica 0, which has the most prompts. A token t of the environment is sent as ~t, which is negative.
     """
     longest = settings.max_new_tokens
     replicas = parallel.world_size // settings.tensor
     shape = len(range(0, count, replicas)), settings.group_size
-    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, their value of CUT_OFF
-    reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # log-probs, and the three numbers of a Score
+    integers = torch.zeros(*shape, longest + 2, dtype=torch.int64)  # tokens, their number, a value of CUT_OFF
+    reals = torch.zeros(*shape, longest + 3, dtype=torch.float32)  # the log-probs, and the three numbers of a Score
     for (p, j, one), scored in zip(answers, scores, strict=True):
         row = p // replicas, j
         n = len(one.tokens)
@@ -214,7 +214,7 @@ def score_completions(
 ) -> list[Score]:
     """Score each completion as an answer to its question, with tasks/scoring.py.
 
-    The text leaves out the stop token. It begins with the opened_thinking of the prompt, if there is one.
+    The text does not include the stop token. It begins with the opened_thinking of the prompt, if there is one.
     """
     calls = []
     for question, completion in answers:
@@ -232,7 +232,7 @@ def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
-    """Return which of ``count`` prompts this rank's replica, a group of ``tensor`` ranks, samples."""
+    """Return the indices of the ``count`` prompts that this rank's replica, a group of ``tensor`` ranks, samples."""
     return range(parallel.rank // tensor, count, parallel.world_size // tensor)
 
 
@@ -246,9 +246,10 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
 
 
 def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion]], scores: list[Score]) -> list[Row]:
-    """Return what a run keeps of each answer: index of its question, number, completion; and of its score.
+    """Return the row that a run stores for each of ``answers``, with its score.
 
-    `of_step` adds what only the trainer knows.
+    An answer is the index of its prompt, its number in the group, and a completion. `of_step` adds values that only the
+    trainer knows.
     """
     rows = []
     for (prompt, sample, one), score in zip(answers, scores, strict=True):
@@ -279,14 +280,14 @@ def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion
 
 
 def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor], parallel: Parallel) -> list[Row]:
-    """Return the rows of all ranks as by_prompt does, with rewards, advantages (P, G) and Learner.teacher_kl.
+    """Return the rows of all ranks as by_prompt does, with rewards, advantages (P, G) and Learner.teacher_kl added.
 
-    A group that dynamic sampling has dropped comes before the group that replaced it. Collective.
+    A group that dynamic sampling has dropped precedes the group that replaced it. Collective.
     """
     rows = by_prompt(sampled.rows, sampled.batch.ranks_alike, parallel)
     trained = [one for one in rows if not one["dropped"]]  # in the order of the sequences
     for sequence, one in enumerate(trained):
-        one["reward"] = sampled.batch.rewards.flatten()[sequence].item()  # with penalties
+        one["reward"] = sampled.batch.rewards.flatten()[sequence].item()  # including penalties
         one["advantage"] = round(advantages.flatten()[sequence].item(), 4)
     for sequence, kl in parallel.join_on_first([*teacher_kl.items()]):
         trained[sequence]["teacher_kl"] = round(kl.item(), 4)
@@ -294,13 +295,13 @@ def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor],
 
 
 def by_prompt(rows: list[Row], tensor: int, parallel: Parallel) -> list[Row]:
-    """Return the rows of all ranks on rank 0, in the order of the prompts, and [] on the others. Collective."""
-    sends = parallel.rank % tensor == 0  # the other ranks of its replica have the same rows
+    """Return the rows of all ranks on rank 0, in the order of the prompts, and [] on other ranks. Collective."""
+    sends = parallel.rank % tensor == 0  # other ranks of the replica have the same rows
     return sorted(parallel.join_on_first(rows if sends else []), key=operator.itemgetter("prompt"))
 
 
 def part_means(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean of each number among the parts of the rewards, over the trained completions that have it."""
+    """Return the mean of each number among the reward's parts, over the trained completions that have this part."""
     found = collections.defaultdict(list)
     for one in rows:
         for name, part in one["parts"].items():
@@ -310,7 +311,7 @@ def part_means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def metrics(sampled: Sampled) -> dict[str, float]:
-    """Compute the metrics of a step's rollout: from the batch, or from the first round if selection would bias them."""
+    """Compute the metrics of a step's rollout, from the first round where the selection of groups would bias them."""
     batch, first = sampled.batch, sampled.first
     lengths = torch.tensor(batch.sampled_lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
@@ -334,11 +335,11 @@ def metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def environment_metrics(batch: Rollout, first: Rollout) -> dict[str, float]:
-    """Compute the metrics environment/...: averages over the completions; {} if the environment gave nothing."""
+    """Compute the metrics environment/..., averaged over the completions; {} if the environment gave no answer."""
     given = torch.tensor(batch.lengths) - torch.tensor(batch.sampled_lengths)
     if not (given.any() or first.out_of_turns.any()):
         return {}
-    begins = batch.mask[:, 1:] & ~batch.mask[:, :-1]  # of every turn but the first
+    begins = batch.mask[:, 1:] & ~batch.mask[:, :-1]  # the starts of all turns but the first
     turns = 1 + begins.sum(dim=1)
     return {
         "environment/turns_mean": turns.double().mean().item(),

@@ -1,12 +1,12 @@
 """Trains each variant with each seed, in parallel, on Ray or on this machine.
 
-    python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     on Ray: a local one, or --address of a cluster
-    python sweep.py configs/sweeps/stale.yaml --local                     without Ray, as many jobs at once as have CPUs
-    python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each; start nothing
+    python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     use Ray, local or at --address of a cluster
+    python sweep.py configs/sweeps/stale.yaml --local                     use no Ray, and run as many jobs as CPUs allow
+    python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each job and start nothing
 
-After a crash or Ctrl-C, start the same command again: finished runs are not repeated, and an interrupted run resumes
-from its checkpoint. out/sweep-NAME/ holds the output of each job, and in sweep.json which runs belong to the sweep. All
-nodes of a cluster must share the file system of the checkout.
+After a crash or Ctrl-C, start the same command again. It does not repeat finished runs, and an interrupted run resumes
+from its checkpoint. out/sweep-NAME/ contains the output of each job, and sweep.json there lists the runs of the sweep.
+All nodes of a cluster must share the file system of the checkout.
 """
 
 import argparse
@@ -49,32 +49,32 @@ from lab.records import Part, planted_fault
 from runlog.progress import ending_signals
 from runlog.run_record import lock_file, of_last_start, read_lines
 
-RAY = "ray==2.60.0"  # the version that has been tried
-FINAL = {InputError.exit_code, Tripped.exit_code}  # of a training that another try would not help
+RAY = "ray==2.60.0"  # the version that was tested
+FINAL = {InputError.exit_code, Tripped.exit_code}  # exit codes after which another try would not help
 
 
 class Variant(Part):
     overrides: list[str] = Field([], description="section.key=value")
-    fault: str = Field("", description="of checks/planted_fault.py: train with this fault, as a control")
+    fault: str = Field("", description="train with this fault of checks/planted_fault.py, as a control")
 
 
 class Sweep(Part):
-    """A file of configs/sweeps/."""
+    """The content of a file in configs/sweeps/."""
 
     config: OnePath = Field(description="the configuration of all jobs, before overrides")
-    processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks of a job")
+    processes: int = Field(ge=1, le=MOST_RANKS, description="number of ranks per job")
     seeds: list[int] = Field(min_length=1, max_length=1000)
     each_seed: list[str] = Field(["train.seed={seed}"], description="{seed} is replaced")
     overrides: list[str] = Field([], description="of all jobs")
     variants: dict[str, Variant] = Field(min_length=1, description="name -> its overrides")
     resources: dict[str, NonNegativeInt] = Field(
-        description="what Ray reserves for a job: CPU, GPU, or other names such as NPU"
+        description="numbers that Ray reserves per job: CPU, GPU, or other names such as NPU"
     )
-    retries: int = Field(1, ge=0, le=100, description="how often a failed job is started again")
+    retries: int = Field(1, ge=0, le=100, description="number of times that a failed job is started again")
 
 
 class Job(NamedTuple):
-    """A variant with a seed."""
+    """A variant with one seed."""
 
     name: str
     cfg: Config
@@ -82,9 +82,9 @@ class Job(NamedTuple):
     processes: int
 
     def look(self) -> tuple[Path | None, str]:
-        """The finished run of this name, configuration and fault, with its result; otherwise the newest run, and "".
+        """Return the finished run with this name, configuration and fault, and its result.
 
-        (None, "") without a run.
+        If no run is finished, return the newest one and "". If there is no run, return (None, "").
         """
         wanted, fault = to_dict(self.cfg), planted_fault(" ".join(self.arguments))
         newest = None
@@ -101,13 +101,13 @@ class Job(NamedTuple):
 
 
 def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
-    """The sweep and its jobs, all variants of a seed before the next seed, so that pairs are complete early.
+    """Return the sweep and its jobs, all variants of a seed before the next seed, so that pairs are complete early.
 
-    The configurations are checked: InputError for the first one with a fault.
+    Raises InputError for the first configuration with a fault.
     """
     sweep = validated(Sweep, read_file(path), path)
     if len(set(sweep.seeds)) < len(sweep.seeds):
-        raise InputError(f"{path}: seeds: found {shown(sweep.seeds)}; needed: each seed once, a run of its own")
+        raise InputError(f"{path}: seeds: found {shown(sweep.seeds)}; give each seed only once")
     jobs = []
     for seed in sweep.seeds:
         for name, variant in sweep.variants.items():
@@ -125,10 +125,10 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
     of_seed = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
     overrides = [f"name={name}", *sweep.overrides, *variant.overrides, *of_seed, *extra]
     cfg = load_config(ROOT / sweep.config, overrides)
-    if cfg.name != name:  # two jobs of one name would write, and resume, each other's runs
-        raise InputError(f"override name: found {cfg.name}; needed: none, because a sweep names its jobs")
-    if cfg.train.seed != seed:  # the name says the seed, and a record must have that one
-        raise InputError(f"train.seed: found {cfg.train.seed}; needed: {seed} (each_seed: train.seed={{seed}})")
+    if cfg.name != name:  # two jobs with one name would write and resume each other's runs
+        raise InputError(f"override name: found {cfg.name}; remove it, because a sweep names its jobs")
+    if cfg.train.seed != seed:  # the name contains the seed, which must be the record's
+        raise InputError(f"train.seed: must be {seed}, not {cfg.train.seed}; add train.seed={{seed}} to each_seed")
     return Job(name, cfg, [*script, sweep.config, *overrides], sweep.processes)
 
 
@@ -136,9 +136,9 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
 
 
 def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None = None) -> str:
-    """Train, and start a failed training again, until ``stop`` is set.  -> the result of the run, or "failed: " and why
+    """Train, and start a failed training again, until ``stop`` is set.
 
-    The output goes to FOLDER/NAME.log.
+    Returns the result of the run, or "failed: " and the reason. The output goes to FOLDER/NAME.log.
     """
     stop = stop or threading.Event()
     log = folder / f"{job.name}.log"
@@ -146,7 +146,7 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
     try:
         lock = lock_file(folder / f"{job.name}.lock")
     except BlockingIOError:  # another sweep, or a torchrun that outlived its sweep
-        return "failed: another process trains it; start the sweep again when that has ended"
+        return "failed: another process is training it; start the sweep again when that process has ended"
     with lock:
         for _ in range(1 + retries):
             if stop.is_set() or job.look()[1]:
@@ -156,7 +156,7 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
             try:
                 while process.poll() is None and not stop.wait(0.2):
                     pass
-            finally:  # also where a Ray task is cancelled
+            finally:  # also if a Ray task is cancelled
                 process.terminate()
                 code = process.wait()  # torchrun ends its ranks before itself
             said = f"exit code {code}: {last_error(log.read_bytes()[before:])}"
@@ -166,10 +166,10 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
 
 
 def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
-    """Start torchrun. It inherits the lock and holds it as long as it lives, even if the sweep has ended before.
+    """Start torchrun. It inherits the lock and keeps it as long as it runs, even if the sweep ends earlier.
 
     The environment is that of the run_*.sh scripts for the device of the configuration. On an NPU it keeps PYTHONPATH,
-    in which CANN puts its packages.
+    because CANN adds its packages there.
     """
     command = [
         sys.executable,
@@ -182,7 +182,7 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
     # On a CPU, packages found in the folders of these two variables would replace the pinned ones.
     environment = {key: x for key, x in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | ON_CPU
     if job.cfg.device in ("npu", "cuda"):
-        variables = f"launch/{job.cfg.device}_env.sh"  # $0 of this bash
+        variables = f"launch/{job.cfg.device}_env.sh"  # this is $0 of the bash below
         command = ["bash", "-euo", "pipefail", "-c", 'source "$0"; exec "$@"', variables, *command]
         environment = dict(os.environ)
     with open(log, "ab") as output:
@@ -192,7 +192,7 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
 
 
 def last_error(output: bytes) -> str:
-    """The line of a training's output that says why it has ended."""
+    """Return the line of a training's output that gives the reason for its end."""
     lines = output.decode(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"error: |stopped: |[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["no output"])[-1]
@@ -201,14 +201,14 @@ def last_error(output: bytes) -> str:
 # ------------------------------------------------------------------------------------------------------ where jobs run
 
 
-Submit = Callable[[Job, Path, int], Future]  # what run_job gets -> what it returns
+Submit = Callable[[Job, Path, int], Future]  # takes run_job's arguments and returns a Future of its result
 
 
 @contextlib.contextmanager
 def local(resources: dict[str, int]) -> Iterator[Submit]:
-    """Runs jobs in threads: side by side if they reserve nothing but CPUs, otherwise one after another.
+    """Run jobs in threads in this block: side by side if they reserve only CPUs, otherwise one after another.
 
-    The end of the context ends the trainings that it has started, and no other process.
+    The end of the block ends the training runs that it has started, and no other process.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(jobs_at_once(resources, usable_cores()))
@@ -220,26 +220,28 @@ def local(resources: dict[str, int]) -> Iterator[Submit]:
 
 
 def jobs_at_once(resources: dict[str, int], cores: int) -> int:
-    """Number of jobs that this machine runs side by side: one if a job reserves more than CPUs, such as NPUs."""
+    """Return how many jobs this machine runs side by side: one if a job reserves more than CPUs, such as NPUs."""
     needed = resources.get("CPU", 0)
     return max(1, cores // needed) if needed and set(resources) == {"CPU"} else 1
 
 
 @contextlib.contextmanager
 def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
-    """Runs jobs as tasks of Ray, as many in parallel as their resources allow; a task whose node is lost runs again."""
+    """Run jobs as Ray tasks in this block, as many at once as resources allow. A task whose node is lost runs again."""
     try:
         import ray
     except ImportError:
-        raise InputError(f"sweep: ray is not installed; needed: pip install {RAY}, or --local") from None
+        raise InputError(f"sweep: ray is not installed; install it (pip install {RAY}), or use --local") from None
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray raises ValueError, ConnectionError, RuntimeError and a plain Exception
-        raise InputError(f"--address: found {shown(address)}: Ray does not start: {one_line(error)}") from None
+        raise InputError(f"--address: Ray does not start with {shown(address)}: {one_line(error)}") from None
     there = ray.cluster_resources()
     for name, number in resources.items():
         if there.get(name, 0) < number:
-            raise InputError(f"resources.{name}: {number} a job; Ray reports {there.get(name, 0):g} in all")
+            raise InputError(
+                f"resources.{name}: a job needs {number}, but Ray reports only {there.get(name, 0):g} in all"
+            )
     others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
     options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
     tasks = []
@@ -260,7 +262,7 @@ def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
 
 
 def run_sweep(jobs: list[Job], submit: Submit, folder: Path, retries: int) -> dict[str, str]:
-    """Run the jobs that are not finished.  -> name of a job that has failed -> why"""
+    """Run the jobs that are not finished, and return the reasons of failed jobs by name."""
     write_index(jobs, folder)
     failed: dict[str, str] = {}
     started = {submit(job, folder, retries): job.name for job in jobs if not job.look()[1]}
@@ -278,7 +280,7 @@ def run_sweep(jobs: list[Job], submit: Submit, folder: Path, retries: int) -> di
 
 
 def write_index(jobs: list[Job], folder: Path) -> None:
-    """Write sweep.json for `report.py compare`: which runs belong to the sweep. No sweep reads it."""
+    """Write sweep.json, which lists the runs of the sweep for `report.py compare`. No sweep reads it."""
     rows = {}
     for job in jobs:
         run, result = job.look()
@@ -303,16 +305,16 @@ def interrupt(number: int, frame: object) -> NoReturn:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command.  -> 0: all jobs are finished; 1: some have failed; 2: unusable input; 128 + a signal"""
+    """Run the command. Returns 0 if all jobs are finished, 1 if some failed, 2 for unusable input, 128 + a signal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all jobs")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for all jobs")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--local", action="store_true", help="without Ray; jobs that reserve nothing but CPUs run side by side"
+        "--local", action="store_true", help="run without Ray; jobs that reserve only CPUs run side by side"
     )
-    where.add_argument("--address", help="address of a Ray cluster; by default a local Ray is started")
-    parser.add_argument("--list", action="store_true", help="print the steps of the jobs and start nothing")
+    where.add_argument("--address", help="address of a Ray cluster (default: start a local Ray)")
+    parser.add_argument("--list", action="store_true", help="print the steps of each job and start nothing")
     args = parser.parse_intermixed_args(arguments)
     sweep, jobs = read_sweep(args.sweep, args.overrides)
     if args.list:
@@ -326,9 +328,9 @@ def main(arguments: list[str]) -> int:
         try:
             failed = run_sweep(jobs, submit, folder, sweep.retries)
         except KeyboardInterrupt as interrupted:
-            for number in ending_signals():  # a second one must not end the wait; a job must not inherit SIG_IGN
+            for number in ending_signals():  # a second signal must not end the wait, and a job must not inherit SIG_IGN
                 signal.signal(number, lambda number, frame: None)
-            print("interrupted, waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
+            print("interrupted; waiting for the jobs to end; the same command continues the sweep", file=sys.stderr)
             return 128 + interrupted.args[0]
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished; {folder}/sweep.json")
     for name, said in failed.items():

@@ -4,7 +4,7 @@
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the model with its LoRA adapters switched off.
-The random numbers of questions, samples and noise depend on (seed, step) alone, with dynamic sampling also on outcomes.
+The random numbers of questions, samples and noise depend only on (seed, step), and with dynamic sampling on outcomes.
 """
 
 import sys
@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
 
 
 def launch(cfg: Config) -> None:
-    """Start the device, open the groups, and train, on each of the ranks that torchrun has started."""
-    with started(cfg) as start:  # log, heartbeat, and the processes of the reward, which begin before the device does
+    """Start the device, open the groups, and train, on each rank that torchrun has started."""
+    with started(cfg) as start:  # log, heartbeat, and the reward's processes, which start before the device
         parallel_setup.start_device(cfg.device, cfg.train)  # torch_npu and MindSpeed, CUDA, or the CPU
         arch = start.check_settings()
         # All ranks meet over gloo. The groups of a layout use HCCL, NCCL or gloo: TP x DP = EP x expert_data = ranks.
@@ -58,7 +58,7 @@ def launch(cfg: Config) -> None:
 
 
 def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, weight_sync.Push]:
-    """Make the parts of a run, each from those before it. Collective."""
+    """Create the parts of a run, each from the earlier ones. Collective."""
     cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
@@ -67,13 +67,13 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
     lora_megatron.attach_for(model, cfg, parallel)
     policy = Policy(cfg, arch, parallel, model)
 
-    # What learns: the clipped objective, the KL to the reference, a teacher's log-probs, and AdamW on the factors.
+    # The learner: the clipped objective, the KL to the reference, a teacher's log-probs, and AdamW on the factors.
     learner = Learner(cfg, policy, inputs.pad_token)
     if cfg.loss.teacher:
         learner.learn_from(teacher.read(cfg, arch))
     run.restore(learner)
 
-    # What samples: vLLM, vLLM-Ascend or the embedded engine. The policy reaches it as whole tensors, shards or factors.
+    # The engine samples: vLLM, vLLM-Ascend or the embedded one. It gets the policy as tensors, shards or factors.
     way = weight_sync.way_of(cfg, policy)
     way.make_room()
     engine = factory.open_engine(cfg, arch, parallel.device, inputs.stop_tokens, inputs.pad_token, start.heartbeat.beat)
@@ -91,7 +91,7 @@ def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) ->
     for step in range(run.first_step, cfg.train.steps):
         timer = run.start_step(step)
 
-        # 1. Give the engine the current policy, or that of rollout.staleness steps ago: W + (alpha / R) B A
+        # 1. Give the engine the current policy, or the one of rollout.staleness steps ago: W + (alpha / R) B A
         # (weight_sync.py), with noise (aqn.py).
         with timer.phase("sync"), learner.sampling_policy():
             pushed = push(step, inputs.probe)
@@ -106,7 +106,7 @@ def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) ->
         batch = sampled.batch
 
         # 3. Compare each score with its group's (grpo.py).
-        if cfg.reward.permute:  # the control experiment: nothing can be learned from shuffled rewards
+        if cfg.reward.permute:  # a control experiment: shuffled rewards teach nothing
             batch.rewards = grpo.shuffled(batch.rewards, derive_seed(cfg.train.seed, "permute", step))
         advantages = grpo.group_advantages(batch.rewards, norm)  # (P, G)
 

@@ -47,7 +47,7 @@ class Tensors(Way):
         """Leave the device to the engine, which is opened next. Merged experts are shared after the first push."""
 
     def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
-        """Yield what load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
+        """Yield the tensors that load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
         of = self.policy
         return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
 
@@ -56,7 +56,7 @@ class Tensors(Way):
         push.engine.load_weights(push.tensors())
 
     def send(self, push: "Push", watched: Callable[[Stream], Stream]) -> None:
-        """Give the engine all that training or noise changes. Every stream passes through ``watched``."""
+        """Give the engine everything that training or noise changes. Every stream passes through ``watched``."""
         if push.stacks:
             push.engine.load_stacks(watched(push.merged_stacks()))
         push.engine.load_weights(watched(push.tensors(set(push.clean_norms))))
@@ -74,7 +74,7 @@ class Factors(Tensors):
     """The engine keeps the base weights and gets the LoRA factors, whole (rollout.sync adapter). Collective."""
 
     def make_room(self) -> None:
-        """Keep the experts on the host until they are shared, so that the device never holds them twice."""
+        """Keep the experts on the host until they are shared, so that the device never stores them twice."""
         if not self.shares(adapted=True):
             return
         for module in self.policy.model.modules():
@@ -115,7 +115,7 @@ class Push:
         self.model, self.arch, self.parallel = self.policy.model, self.policy.arch, self.policy.parallel
         self.probe = Probe(engine, self.policy, self.cfg.rollout)
         self.stacks: dict[str, Stack] = {}
-        self.clean_norms: dict[str, Tensor] = {}  # the weights, without noise, of the norms that noise changes
+        self.clean_norms: dict[str, Tensor] = {}  # the noise-free weights of the norms that noise changes
         if self.cfg.aqn.schedule != "off":
             norms = aqn.norm_targets(self.arch, self.cfg.aqn.targets)
             self.clean_norms = aqn.clean_norms(self.tensors(set(norms)), norms)
@@ -139,10 +139,9 @@ class Push:
         return stacks if all(self.parallel.gather_objects(as_planned)) else {}
 
     def _fits(self) -> bool:
-        """Return whether the memory of every engine holds the experts that were pushed to it. Collective.
+        """Return whether the memory of every engine has the experts that were pushed to it. Collective.
 
-        If it does not, the layout of the memory is another one. Experts that the trainer holds quantised are not
-        compared.
+        If it does not, the memory has another layout. Experts that the trainer stores quantised are not compared.
         """
         fits = True
         for name, linear in self._experts() if self.stacks else ():
@@ -174,7 +173,7 @@ class Push:
         return shared_bytes
 
     def _experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the name of each stack of the engine, with the module that holds this rank's experts of that stack."""
+        """Yield the name of each stack of the engine, with the module that has this rank's experts of that stack."""
         for i, (layer, is_moe) in enumerate(zip(self.model.decoder.layers, self.arch.moe_layers, strict=True)):
             for module in modules(self.arch, is_moe):
                 if module.kind == "experts":
@@ -208,9 +207,9 @@ class Push:
             gap = self.probe.gap(probe)
             if not gap <= bound:
                 raise Tripped(
-                    f"checks.logp_gap: after {push} sampler and trainer differ by {gap:.2g} nats a token on the probe, "
-                    f"at most {bound:g} expected\n  look at: whether rollout.expert_parallel=false (whole tensors are "
-                    "pushed) or rollout.enforce_eager=true agrees"
+                    f"checks.logp_gap: after {push}, the log-probs of sampler and trainer on the probe differ by "
+                    f"{gap:.2g} nats per token; at most {bound:g} is allowed\n  look at: whether they agree with "
+                    "rollout.expert_parallel=false (which pushes whole tensors) or rollout.enforce_eager=true"
                 )
             self.clean()
 
@@ -242,8 +241,8 @@ class Push:
         Two metrics are measured on the prompt ``probe``. aqn/probe_gap, in nats per token and before the noise, shows
         whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine: it is
         the largest change of a token's log-prob, at temperature FLAT and after half of the prompt, and exactly 0 if the
-        engine ignores the noise. Each is the worst value of any rank, so all ranks judge the same numbers. Raises
-        AqnError if the noise differs from the noise that was asked for.
+        engine ignores the noise. Each is the worst value of any rank, so all ranks check the same numbers. Raises
+        AqnError if the noise differs from the requested noise.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(
@@ -295,7 +294,7 @@ class Push:
             load(*what)
         except InputError as error:
             raise Tripped(
-                f"the push to the sampler failed: {error}\n  look at: optim.lr, the last steps' norms"
+                f"the push to the sampler failed: {error}\n  look at: optim.lr and the gradient norms of the last steps"
             ) from None
 
     def _summed(self, stream: Stream, sums: list[Tensor], targets: dict[str, Tensor]) -> Stream:

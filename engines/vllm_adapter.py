@@ -44,7 +44,7 @@ def check_version(device_type: str) -> None:
             f"vllm-ascend before 0.30 takes none with shared experts or expert parallelism, and vLLM {version} "
             "ignores weights that are pushed to layers with LoRA"
         )
-    raise InputError(f"rollout.sync: adapter: {why}; needed: merged")
+    raise InputError(f"rollout.sync: adapter: {why}; set merged")
 
 
 def llm_arguments(lora: LoraConfig) -> dict:

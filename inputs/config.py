@@ -26,17 +26,17 @@ from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Sec
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of resolve_config, without its notes."""
+    """Return the configuration of resolve_config, without its notes."""
     return resolve_config(path, overrides)[0]
 
 
 def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: bool = True) -> tuple[Config, list[str]]:
-    """The file at ``path`` with the overrides applied, and notes for the user; InputError if anything is wrong.
+    """Return the file at ``path`` with the overrides applied, and notes for the user. Raises InputError for any fault.
 
-    The file must be right on its own. An idle key (one that the run would not read) in the file or among the overrides
-    is an error. But if only the overrides made a key of the file idle, it takes its default, and a note says so. The
-    same holds for an override `section.key:=value`, as the run scripts give their own. Without ``layout`` the rules
-    about sizes of the layout are left to the caller.
+    The file must be valid without the overrides. An idle key, which the run would not read, is an error in the file and
+    among the overrides. But if only the overrides make a key of the file idle, the key takes its default, and a note
+    says so. The same holds for an override `section.key:=value`, which the run scripts use. Without ``layout``, the
+    caller checks the sizes of the layout.
     """
     file_tree = read_file(path)
     of_file = _typed(file_tree, f"{path}: ")
@@ -48,7 +48,7 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
     if cfg.data.source != file_tree["data"]["source"] and "data.num_train" not in given:
         idle["data.num_train"] = "it counts the questions of another data.source"
     unread = [key for key in idle if key in flatten(tree)]
-    notes += [f"{key}: not read, {idle[key]}" for key in unread]
+    notes += [f"{key}: has no effect because {idle[key]}" for key in unread]
     cfg = _typed(_without(tree, unread), "")
     if found := unknown_checks(cfg.checks) + problems(cfg, layout=layout):
         raise InputError("; ".join(found))
@@ -58,9 +58,9 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
 
 
 def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], list[str]]:
-    """``tree`` with the overrides, the keys that the user gave, and notes.
+    """Return ``tree`` with the overrides applied, the keys that the user gave, and notes.
 
-    Of a key of three parts the first two are given as well. A key that ends in `:` is a script's own, not the user's.
+    For a key of three parts, its first two parts also count as given. A key that ends in `:` comes from a script.
     """
     given: set[str] = set()
     notes = []
@@ -69,7 +69,7 @@ def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], l
         if key.endswith(":"):
             continue
         if key in given:
-            notes.append(f"{key}: given twice on the command line, the last one counts")
+            notes.append(f"{key}: given twice on the command line; the last value counts")
         given |= {key, ".".join(key.split(".")[:2])}
     return tree, given, notes
 
@@ -82,20 +82,20 @@ def _without(tree: dict, keys: Iterable[str]) -> dict:
 
 
 def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[str]) -> None:
-    """InputError for an override of model.path to a folder that is not there, unless a tiny model is wanted there.
+    """Raise InputError if model.path was overridden with a missing folder, unless the user wants a tiny model there.
 
-    It may be mistyped, or a model to download. A key of tiny_model beside it says that the model is to be made.
+    The path may be mistyped, or name a model to download. Another override of tiny_model asks for a tiny model.
     """
     wants_tiny_model = any(key.startswith("tiny_model.") for key in given)
     if tiny is not None and not wants_tiny_model and not Path(path).exists():
         raise InputError(
-            f"override model.path: there is no {path}; needed: the folder of a model (and tiny_model=null), "
-            f"or, to make a tiny model there, a key of it beside the path, e.g. tiny_model.seed={tiny.seed}"
+            f"override model.path: {path} does not exist; give the folder of a model together with tiny_model=null, or "
+            f"create a tiny model there by also setting one of its keys, e.g. tiny_model.seed={tiny.seed}"
         )
 
 
 def load_recorded(path: Path) -> Config:
-    """The configuration that a run has recorded. InputError if it set a key of REMOVED to another value."""
+    """Return the configuration that a run has recorded. Raises InputError if a key of REMOVED has another value."""
     return recorded_config(read_file(path), path)
 
 
@@ -105,7 +105,7 @@ def recorded_config(recorded: dict[str, Any], where: Path) -> Config:
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """``main``, which returns an exit code: 2, after one line on stderr, for unusable input; 3 for Tripped."""
+    """Wrap ``main`` so that it returns exit code 2 for unusable input and 3 for Tripped, after one line on stderr."""
 
     @functools.wraps(main)
     def called(*arguments: Any) -> int:
@@ -114,7 +114,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             code = main(*arguments)
             print(end="", flush=True)  # unlike sys.stdout.flush, also without a stdout
             return code
-        except BrokenPipeError:  # who read the output has ended, for example head
+        except BrokenPipeError:  # the reader of the output has ended, for example head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except Tripped as error:
@@ -130,7 +130,10 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
-    """A parser for CONFIG and its overrides. ``about``: the docstring of the command; ``config``: options of CONFIG."""
+    """Return a parser for CONFIG and its overrides.
+
+    ``about`` is the docstring of the command, and ``config`` has the options of CONFIG.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
     of_config: dict[str, Any] = {"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option}
     parser.add_argument("config", **of_config | config)
@@ -139,11 +142,11 @@ def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParse
 
 
 def text_option(text: str) -> str:
-    """Return user_path of an option; argparse prints the reason if it is refused."""
+    """Return user_path of an option. If it is refused, argparse prints the reason."""
     try:
         return user_path(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"found {shown(text)}; needed: {error}") from None
+        raise argparse.ArgumentTypeError(f"must be {error}, not {shown(text)}") from None
 
 
 def path_option(text: str) -> Path:
@@ -152,7 +155,7 @@ def path_option(text: str) -> Path:
 
 
 def flatten(tree: dict) -> dict[str, Any]:
-    """{section: {key: value}} -> {"section.key": value}; values outside a section keep their name."""
+    """Turn {section: {key: value}} into {"section.key": value}. Values outside a section keep their name."""
     flat = {}
     for name, value in tree.items():
         flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -160,11 +163,11 @@ def flatten(tree: dict) -> dict[str, Any]:
 
 
 def _with(tree: dict, key: str, value: Any) -> dict:
-    """A copy of ``tree`` in which the dotted ``key`` has ``value``. Of an option the other members stay."""
+    """Return a copy of ``tree`` in which the dotted ``key`` has ``value``. Other members of an option stay the same."""
     section, dot, name = key.partition(".")
     if not dot:
         if key in _sections() and not (key == "tiny_model" and value is None):
-            raise InputError(f"override {key}: this is a section; expected {key}.key=value")
+            raise InputError(f"override {key}: is a section, not a key; write {key}.key=value")
         return tree | {key: value}
     before = tree[section] if isinstance(tree.get(section), dict) else {}
     option, dot, member = name.partition(".")
@@ -176,27 +179,29 @@ def _with(tree: dict, key: str, value: Any) -> dict:
 
 
 def _refuse_idle(keys: Iterable[str], idle: dict[str, str], where: str) -> None:
-    """InputError for those of ``keys`` that are ``idle``, each with its reason."""
-    if unread := [f"{where}{key}: not read, {reason}" for key, reason in idle.items() if key in keys]:
+    """Raise InputError if some of ``keys`` are ``idle``, with the reason for each."""
+    if unread := [
+        f"{where}{key}: has no effect because {reason}; remove it" for key, reason in idle.items() if key in keys
+    ]:
         raise InputError("; ".join(unread))
 
 
-# the type of an error of pydantic -> what is needed
+# Maps the type of an error of pydantic to the kind of value that is needed.
 NEEDED = {
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text (in quotes, if it looks like something else)",
-    "string_too_short": "text",
+    "string_type": "text (in quotes if YAML would read it as another type)",
+    "string_too_short": "text that is not empty",
     "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text like {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "dict_type": "{{NAME: VALUE, ...}}",
     "literal_error": "{expected}",
     "value_error": "{error}",
-    "tuple_type": "a list: [a, b]",
-    "too_short": "a list of {min_length} or more",
-    "too_long": "a list of at most {max_length}",
+    "tuple_type": "a list such as [a, b]",
+    "too_short": "a list of {min_length} or more values",
+    "too_long": "a list of at most {max_length} values",
     "model_type": "a mapping of keys",
     "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
@@ -207,15 +212,15 @@ NEEDED = {
 
 
 def _typed(tree: dict, where: str) -> Config:
-    """The Config of a raw tree; InputError with the first three faults in one line, each after ``where``."""
+    """Return the Config of a raw tree. Raises InputError with the first three faults, each after ``where``."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False)
         with_bad_members = {one["loc"][:-1] for one in found}
         paths = {one["loc"][:-1] for one in found if _of_function(one) and one["type"] == "value_error"}
-        # A key that takes a choice or a function has two faults. The second one, that of the function, counts if its
-        # path is wrong. A list whose members are all wrong is also too short.
+        # A key that takes a choice or a function has two faults. The second one, about the function, counts if its
+        # path is wrong. pydantic also calls a list too short if all its members are wrong.
         faults = [
             where + _sentence(one)
             for one in found
@@ -230,29 +235,29 @@ def _of_function(fault: Any) -> bool:
 
 
 def _sentence(fault: Any) -> str:
-    """One error of pydantic in the words of this project: the key, what was found, what is needed."""
+    """Return one error of pydantic in this project's words: the key, the kind of value needed, and the value found."""
     or_function = ", or FILE.py:NAME" * str(fault["loc"][-1]).startswith("literal[")
     section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REPLACED:
-        return f"{key}: not a key since version 0.2.0; needed: {REPLACED[key]}"
+        return f"{key}: removed in version 0.2.0; {REPLACED[key]}"
     if key in REMOVED:
         planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)
-        return f"{key}: not a key since version 0.2.0, always {REMOVED[key]}{planted}; needed: leave it out"
+        return f"{key}: removed in version 0.2.0 and now always {REMOVED[key]}{planted}; remove it"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":
-        *outer, name = (part for part in where if isinstance(part, str))  # without the place in a list
+        *outer, name = (part for part in where if isinstance(part, str))  # without the position in a list
         fields = (_sections()[".".join(outer)] if outer else Config).model_fields
-        return f"{key}: missing; needed: {fields[name].description}"
+        return f"{key}: missing; set it ({fields[name].description})"
     needed = NEEDED.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
     if fault.get("ctx", {}).get("pattern") == FUNCTION:
         needed = "FILE.py:NAME"
-    return f"{key}: expected {needed}{or_function}, found {shown(fault['input'])}"
+    return f"{key}: must be {needed}{or_function}, not {shown(fault['input'])}"
 
 
 def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type[Section]]:
-    """Dotted name of every section, also of one within another -> its model."""
+    """Return the model of every section by its dotted name, including sections within sections."""
     found = {
         within + name: kind
         for name, field in model.model_fields.items()
@@ -263,29 +268,30 @@ def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type
 
 
 def unknown_checks(checks: ChecksConfig) -> list[str]:
-    """A message for each name in checks.warn and checks.off that no check of run/tripwires.py has."""
+    """Return a message for each name in checks.warn and checks.off that is not a check of run/tripwires.py."""
     return [
-        f"checks.warn, checks.off: {name!r} is no check; nearest: {difflib.get_close_matches(name, CHECKS, 1, 0)[0]}"
+        f"checks.warn, checks.off: there is no check {name!r}; "
+        f"did you mean {difflib.get_close_matches(name, CHECKS, 1, 0)[0]}?"
         for name in (*checks.warn, *checks.off)
         if name not in CHECKS
     ]
 
 
 def _suggestion(name: str, section: str) -> str:
-    """What the writer of an unknown key may have meant: the same key of another section, or the nearest known key."""
+    """Suggest the same key in another section, or the most similar known key, in place of an unknown key."""
     sections = _sections()
     if elsewhere := [f"{other}.{name}" for other, model in sections.items() if name in model.model_fields]:
         return f"did you mean {' or '.join(elsewhere)}?"
     known = list((sections[section] if section else Config).model_fields)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
 
 
 # ------------------------------------------------------------------------------------------------- the run's own record
 
 
-# Keys that are gone, with the value that they have now. Records of then have them. The benchmark plants what those of
-# PLANTED did.
+# Removed keys, each with the value that is now fixed. Old records still contain them. The benchmark can plant the
+# effects of the keys in PLANTED.
 PLANTED = ("rollout.round_bits", "rollout.route_flips", "rollout.logit_noise")
 REMOVED = {
     "parallel.pipeline": 1, "parallel.context": 1, "data.operand_low": 1,
@@ -303,17 +309,17 @@ REMOVED = {
     "rollout.ranks": 0,
 }  # fmt: skip
 
-# Keys that others have replaced: what to write instead.
+# Keys that were replaced, each with an instruction.
 REPLACED = {
-    "train.tensorboard": "train.trackers: [tensorboard] for true, or leave it out for false",
-    "rollout.ranks": "leave it out, because every rank trains and samples (rollout.staleness=1 still samples with the "
+    "train.tensorboard": "write train.trackers: [tensorboard] for true, or remove it for false",
+    "rollout.ranks": "remove it, because every rank trains and samples (rollout.staleness=1 still samples with the "
     "policy of one step ago, which shows what sampling ahead costs in learning)",
 } | {
-    f"checks.{name}": f"{name} in the list checks.warn or checks.off, or in neither: then it stops the run"
+    f"checks.{name}": f"list {name} in checks.warn or checks.off, or in neither to let it stop the run"
     for name in CHECKS
 }
 
-# Keys that a resumed run may change: they decide where it writes and how it is split, not what it computes.
+# Keys that a resumed run may change. They decide where it writes and how it is split, not what it computes.
 MAY_CHANGE = frozenset(
     {"name", "device", "model.recompute", "optim.tokens_per_micro_batch", "eval.batch_size"}
     | {f"parallel.{key}" for key in ParallelConfig.model_fields}
@@ -325,8 +331,8 @@ MAY_CHANGE = frozenset(
     | {key for key in REMOVED if key.startswith(("parallel.", "checks.", "model.attention_shapes"))}
 )
 
-# A resume may change these, too: when to evaluate, graphs, and the place of files whose content is compared with
-# inputs.json. Between two runs they are differences all the same.
+# A resume may also change when to evaluate, the use of graphs, and the paths of files whose content is compared with
+# inputs.json. Between two different runs, these keys still count as differences.
 MAY_CHANGE_AT_RESUME = (
     MAY_CHANGE
     | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path", "loss.teacher"}
@@ -335,7 +341,7 @@ MAY_CHANGE_AT_RESUME = (
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
+    """Return every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
     idle = idle_keys(cfg)
     return {
         name: {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if isinstance(value, dict) else value
@@ -344,12 +350,15 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 
 def to_yaml(cfg: Config) -> str:
-    """to_dict as the text of a configuration file."""
+    """Return to_dict as the text of a configuration file."""
     return dump_yaml(to_dict(cfg))
 
 
 def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """A recorded to_dict, of another version perhaps, without the keys of REMOVED that have the value of today."""
+    """Return a recorded to_dict without the keys of REMOVED whose value is the one that is fixed now.
+
+    Another version of the code may have recorded it.
+    """
     return {
         name: {k: v for k, v in value.items() if REMOVED.get(f"{name}.{k}") != v} if isinstance(value, dict) else value
         for name, value in recorded.items()
@@ -357,9 +366,10 @@ def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
-    """A line "section.key: old -> new" for each key outside ``may`` that differs; ``old`` and ``new`` are a to_dict.
+    """Return a line "section.key: old -> new" for each key that differs and is not in ``may``.
 
-    A key that only one of the two has is newer than the other, or idle there: its default is what the other did.
+    ``old`` and ``new`` are results of to_dict. If only one of them has a key, the key is newer than the other one, or
+    idle there. The other one then counts as having the default.
     """
     before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
@@ -376,10 +386,10 @@ def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
 
 
 def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
-    """changed_keys, divided into those that a resume refuses and those that it takes over.
+    """Return changed_keys in two lists: the changes that a resume refuses, and those that it accepts.
 
-    More train.steps may follow if no schedule depends on their number; otherwise the line says why not. A teacher
-    neither comes nor goes.
+    A resume may increase train.steps if no schedule depends on it. Otherwise the line gives the reason. A resume may
+    neither add nor remove a teacher.
     """
     before, after = flatten(old).get("train.steps"), flatten(new)
     against = {

@@ -1,7 +1,7 @@
-"""Reads what a user gives: files, JSON objects, YAML, overrides, and numbers of the environment.
+"""Reads a user's input: files, JSON objects, YAML, overrides, and numbers in environment variables.
 
-Every reader returns a value or raises InputError. No pickle is opened, and no code of a model's folder is run. Commands
-print an InputError with `report`. Imports no torch.
+Every reader returns a value or raises InputError. No reader opens a pickle or runs code from a model's folder. Commands
+print an InputError with `report`. This file does not import torch.
 """
 
 import contextlib
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Content = TypeVar("Content", bound=BaseModel)
-MOST_RANKS = 2**16  # an upper bound of every number of ranks; no job has so many
+MOST_RANKS = 2**16  # the upper bound for every number of ranks; no job has that many
 LONGEST_MESSAGE = 1000  # characters
-# How a file begins that stands for another one, of Git LFS, of Xet or of git-annex.
+# The first bytes of pointer files of Git LFS, Xet and git-annex, which stand for other files.
 POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/annex/objects/")
 
 
 def shown(value: object) -> str:
-    """A value for an error message: one line of at most 60 characters, in the words of YAML."""
+    """Format a value for an error message, as YAML writes it, in one line of at most 60 characters."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def first_names(names: Iterable[str]) -> str:
-    """At most ten names for an error message, in order, and how many more there are."""
+    """Return at most ten names for an error message, in order, and the number of other names."""
     known = sorted(names)
     return (", ".join(known[:10]) or "none") + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
 
 def printable(text: str, kept: str = "") -> str:
-    """``text`` with control characters as escapes, but for those ``kept``: they may change the state of a terminal."""
+    """Escape the control characters in ``text`` except those in ``kept``. They could change a terminal's state."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error`` as one printable line of about LONGEST_MESSAGE characters at most."""
+    """Return the message of ``error`` as one printable line of at most about LONGEST_MESSAGE characters."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -59,21 +59,21 @@ def one_line(error: BaseException) -> str:
 
 
 def first_three(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and the number of other names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def print_every_letter() -> None:
-    """Let `print` write a letter that the encoding of the output lacks as an escape. File names may have any letter."""
+    """Let `print` escape letters that the encoding of the output lacks, because file names may have any letter."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def of_the_user(error: BaseException) -> bool:
-    """Whether ``error`` is about something that the user gave, so that one line and exit code 2 are enough.
+    """Return whether ``error`` is about the user's input, so that one line and exit code 2 are enough.
 
-    An error of the system is if it names a file or says that a disk is full. One without a number comes from a library
-    that has looked for a file. A lost connection is nobody's input.
+    A system error is about the input if it names a file or a full disk. A system error without a number comes from a
+    library that has looked for a file. A lost connection is not about the input.
     """
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return bool(error.filename) or error.errno in (None, errno.ENOSPC, errno.EDQUOT)
@@ -81,9 +81,9 @@ def of_the_user(error: BaseException) -> bool:
 
 
 def report(message: str, late: bool = False) -> None:
-    """Print why this process ends. Other ranks wait 2 seconds, so that the message of rank 0 comes first.
+    """Print why this process ends. Ranks other than 0 wait 2 seconds, so that the message of rank 0 comes first.
 
-    torchrun ends with a traceback of its own. Its last lines show what it finds in the file that it has named here.
+    torchrun then prints its own traceback. The last lines of that traceback show the file that this function writes.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0" or late:
@@ -98,70 +98,70 @@ def report(message: str, late: bool = False) -> None:
 
 
 def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
-    """InputError if the file only names the content that a version control system keeps elsewhere."""
+    """Raise InputError if the file is a pointer to content that a version control system stores elsewhere."""
     if file.peek(max(map(len, POINTERS))).startswith(POINTERS):
-        raise InputError(f"{path}: found a pointer of Git LFS, not the file itself; needed: the file (git lfs pull)")
+        raise InputError(f"{path}: is a pointer of Git LFS, not the file itself; download the file (git lfs pull)")
 
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[io.BufferedReader]:
-    """The file at ``path``, open for reading: the one place that opens a file of the user's.
+    """Make the file at ``path`` open for reading in this block. Only this function opens a user's file.
 
-    InputError that names the file for every error of the system, also for one that comes while it is read.
+    Raises InputError with the name of the file for every system error, including an error while the file is read.
     """
     try:
         with open(path, "rb") as file:
             yield file
-    except OSError as error:  # an error while a file is read has a number, and no name of a file
+    except OSError as error:  # an error while a file is read has a number, but no file name
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a file; InputError if it cannot be read."""
+    """Return the content of a file. Raises InputError if it cannot be read."""
     with opened(path) as file:
         refuse_pointer(path, file)
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """read_bytes, decoded; InputError for bytes that are not UTF-8."""
+    """Return read_bytes as text. Raises InputError for bytes that are not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8") from None
 
 
 def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dictionary; ValueError for a key that is there twice, of which one value would be lost."""
+    """Return the pairs as a dictionary. Raises ValueError if a key occurs twice, because one value would be dropped."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{shown(key)} is there twice")
+            raise ValueError(f"{shown(key)} occurs twice")
         found[key] = value
     return found
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; ValueError if it is not valid, or if an object has two equal keys."""
+    """Return the value of a JSON text. Raises ValueError if it is not valid, or if an object has two equal keys."""
     return json.loads(text, object_pairs_hook=without_twins)
 
 
 def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The object in a JSON file; InputError unless it is one that has all ``keys``."""
+    """Return the object in a JSON file. Raises InputError for another value, or if one of ``keys`` is missing."""
     text = read_text(path)
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise InputError(f"{path}: must be a JSON object, not {type(content).__name__}")
     if missing := [key for key in keys if key not in content]:
-        raise InputError(f"{path}: expected an object with {', '.join(keys)}; {missing[0]} is missing")
+        raise InputError(f"{path}: {missing[0]} is missing; give an object with {', '.join(keys)}")
     return content
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
-    """Return ``content`` of the file ``where`` as a pydantic model; InputError that names the first fault."""
+    """Return ``content`` of the file ``where`` as a pydantic model. Raises InputError with the first fault."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -171,7 +171,7 @@ def validated(model: type[Content], content: Any, where: Path) -> Content:
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """The tensors of a safetensors file by name, mapped: only the parts that are used are read from the disk."""
+    """Return the tensors of a safetensors file by name. They are mapped, so only the used parts are read from disk."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -179,7 +179,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         refuse_pointer(path, file)
         try:
             return load_file(path)
-        except (SafetensorError, LookupError, RuntimeError) as error:  # a type of numbers that torch does not have
+        except (SafetensorError, LookupError, RuntimeError) as error:  # for a number type that torch lacks
             raise InputError(f"{path}: not a readable safetensors file ({error})") from None
 
 
@@ -194,17 +194,22 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
-    """A full disk or a missing permission is an InputError, because the user can correct it; so are the ``others``."""
+    """Turn a full disk, a missing permission and the ``others`` into InputError in this block.
+
+    The user can correct them.
+    """
     try:
         yield
     except (OSError, *others) as error:  # type: ignore[misc]  # mypy does not follow the star
-        raise InputError(f"{where}: not written: {one_line(error)}; needed: a folder to write, with room") from error
+        raise InputError(
+            f"{where}: cannot be written: {one_line(error)}; choose a writable folder with enough space"
+        ) from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that holds its old content or all of the new one, whenever the process or the machine stops."""
+    """Write a file that has its old or its whole new content, whenever the process or the machine stops."""
     aside = path.with_name(f".{path.name}.tmp")
-    # surrogateescape: names of files need not be UTF-8.
+    # surrogateescape is needed because file names need not be UTF-8.
     aside.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
     fsync_path(aside)
     os.replace(aside, path)
@@ -212,17 +217,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def refuse_used(folder: Path) -> None:
-    """InputError unless ``folder`` is an empty folder, or not there."""
+    """Raise InputError unless ``folder`` is empty or does not exist."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"{folder}: already there and not an empty directory; needed: a new one")
+        raise InputError(f"{folder}: already exists and is not an empty directory; choose a new one")
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
-    """A folder to fill (`aside`), which gets the name ``folder`` at the end of the block.
+    """Make a folder to fill (`aside`) in this block, which gets the name ``folder`` at the end.
 
-    So there is never a half of it under that name. What an error or a killed process leaves is removed, and nothing
-    else. InputError if ``folder`` is in use or cannot be written; so are the ``others``.
+    So no half-written folder ever has that name. Only the remains of an error or of a killed process are removed.
+    Raises InputError if ``folder`` is in use or cannot be written, and for errors of type ``others``.
     """
     target = Path(os.path.realpath(folder))
     filling = aside(folder)
@@ -235,7 +240,7 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
             for path in filling.iterdir():
                 fsync_path(path)
             fsync_path(filling)
-            os.rename(filling, target)  # a process that was killed before has not made the folder
+            os.rename(filling, target)  # a process that was killed before this has not made the folder
         except BaseException:
             shutil.rmtree(filling, ignore_errors=True)
             raise
@@ -243,7 +248,7 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
 
 
 def aside(folder: Path) -> Path:
-    """Where whole_folder fills ``folder``. Only this project gives folders such a name."""
+    """Return the path at which whole_folder fills ``folder``. Only this project gives folders such a name."""
     target = Path(os.path.realpath(folder))
     return target.with_name(f".unfinished-{target.name}")
 
@@ -252,17 +257,21 @@ def aside(folder: Path) -> Path:
 
 
 def variable(name: str, default: int, low: int, high: int) -> int:
-    """The whole number in the environment variable ``name``, or ``default`` if it is not set; InputError otherwise."""
+    """Return the whole number in the environment variable ``name``, or ``default`` if it is not set.
+
+    Raises InputError for any other text, and for a number outside ``low`` to ``high``.
+    """
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
         raise InputError(
-            f"the environment's {name}: found {shown(text)}; needed: a whole number from {low} to {high}, or none"
+            f"the environment's {name}: must be a whole number from {low} to {high}, not {shown(text)}; correct or "
+            "unset it"
         )
     return int(text)
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use, which may be fewer than the machine has."""
+    """Return the number of cores that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -280,7 +289,7 @@ SCALARS = [
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader with the rules of SCALARS; a key that is given twice is an error."""
+    """SafeLoader with the rules of SCALARS, in which a key that is given twice is an error."""
 
     yaml_implicit_resolvers = {None: SCALARS}
 
@@ -294,7 +303,10 @@ class StrictLoader(yaml.SafeLoader):
 
 
 class StrictDumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as another type, and writes each list and each text on one line."""
+    """SafeDumper that writes each list and each text on one line, and quotes text that YAML could read as another type.
+
+    It follows both YAML 1.1 and YAML 1.2.
+    """
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: SCALARS}
 
@@ -306,7 +318,7 @@ class StrictDumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text under StrictLoader; InputError with its line when it is not valid."""
+    """Return the value of a YAML text under StrictLoader. Raises InputError with the line if it is not valid."""
     try:
         return yaml.load(text, StrictLoader)
     except Exception as error:  # PyYAML's constructors of !!int, !!timestamp and others raise any exception
@@ -316,25 +328,25 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_file(path: str | Path) -> dict:
-    """The mapping in the YAML file at ``path``; its keys and values are not checked."""
+    """Return the mapping in the YAML file at ``path``. Its keys and values are not checked."""
     tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: expected a mapping of sections, found {shown(tree)}")
+        raise InputError(f"{path}: must be a mapping of sections, not {shown(tree)}")
     return tree
 
 
 def parse_override(item: str) -> tuple[str, Any]:
-    """`section.key=value` -> (dotted key, value read as YAML)."""
+    """Split `section.key=value` into the dotted key and the value, which is read as YAML."""
     key, equals, text = item.partition("=")
     if not equals or not key or key.startswith("-") or not key.isprintable():
-        raise InputError(f"override {shown(item)}: expected section.key=value")
+        raise InputError(f"override {shown(item)}: not an override; write section.key=value")
     if " #" in text and text.lstrip()[:1] not in ("'", '"'):
-        raise InputError(f"override {key}: YAML would drop what follows ' #' as a comment; put the value in quotes")
+        raise InputError(f"override {key}: YAML would drop the text after ' #' as a comment; put the value in quotes")
     return key, parse_yaml(text, f"override {key}") if text.strip() else ""
 
 
 def dump_yaml(tree: dict) -> str:
-    """A YAML text, keys in the order of ``tree``, that parse_yaml reads back to ``tree``."""
+    """Return a YAML text that parse_yaml reads back to ``tree``, with the keys in the same order."""
     return yaml.dump(
         tree, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000
     )

@@ -1,6 +1,6 @@
-"""Functions that a configuration names as FILE.py:NAME: a reward, an environment, an advantage, the loss of a token.
+"""Functions that a configuration names as FILE.py:NAME: a reward, an environment, an advantage, a loss per token.
 
-Only the named file is imported, and what it imports itself; never a file that data or a model's folder names.
+Only the named file and its own imports are imported, never a file that data or a model's folder names.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
     from knobs import LossConfig, RewardConfig, RolloutConfig
 
-NEEDED = "needed: FILE.py:NAME, a Python file and a function in it"
+NEEDED = "give FILE.py:NAME, a Python file and a function in it"
 
 
 def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
-    """The function; InputError if its file is not there or cannot be imported, or if it does not take ``arguments``.
+    """Return the function named FILE.py:NAME. The file can import other modules from its folder.
 
-    Other modules in the file's folder can be imported from it.
+    Raises InputError if the file does not exist or cannot be imported, or if the function does not take ``arguments``.
     """
     file, _, name = named.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"{key}: {file}: no such file; {NEEDED}")
+        raise InputError(f"{key}: {file} does not exist; {NEEDED}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file of it takes the place of another module
+        sys.path.append(folder)  # last, so that none of its files replaces another module
     spec = importlib.util.spec_from_file_location(f"function_of_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks for its module
+    sys.modules[spec.name] = module  # a dataclass looks up its module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -50,22 +50,22 @@ def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         defined = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise InputError(f"{key}: {path} has no function {name}; found {', '.join(defined) or 'none'}")
+        raise InputError(f"{key}: {path} has no function {name}; its functions are: {', '.join(defined) or 'none'}")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise InputError(f"{key}: {named}: {error}; needed: {name}({', '.join(arguments)})") from None
+        raise InputError(f"{key}: {named}: {error}; define it as {name}({', '.join(arguments)})") from None
     return function
 
 
 def line_of(trace: TracebackType | None, path: Path) -> str:
-    """` line N`, the last line of ``path`` in a traceback; empty if there is none."""
+    """Return `, line N` with the last line of ``path`` in a traceback, or "" if there is none."""
     lines = [frame.lineno for frame in traceback.extract_tb(trace) if Path(frame.filename) == path]
     return f", line {lines[-1]}" if lines else ""
 
 
 def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> list[tuple[str, str, Path]]:
-    """(key, name relative to its folder, path) of the files of all functions that are named, if they are there."""
+    """Return the existing files of all named functions, each as key, name relative to its folder, and path."""
     named = {
         "reward.function": reward.function,
         "loss.advantage": loss.advantage,
@@ -82,9 +82,9 @@ def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> lis
 
 
 def with_imports(path: Path) -> list[Path]:
-    """A Python file, and each module that it imports, at any place, from its folder or from PYTHONPATH.
+    """Return a Python file and every module that it imports, anywhere in it, from its folder or from PYTHONPATH.
 
-    InputError if it is no Python. What pip has installed is in environment.json.
+    Raises InputError if the file is not Python. environment.json already lists the packages that pip has installed.
     """
     folders = [str(path.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     finder = ModuleFinder(path=folders)
@@ -102,18 +102,18 @@ def with_imports(path: Path) -> list[Path]:
 
 @functools.cache
 def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
-    """loss.advantage: the name of a formula, or a function (P, G) -> (P, G) whose errors are InputErrors."""
+    """Return loss.advantage: the name of a formula, or a function whose errors are InputErrors.  (P, G) -> (P, G)"""
     return _checked("loss.advantage", value, "rewards", _check_advantages) if ":" in value else value
 
 
 @functools.cache
 def token_loss(value: str) -> str | Callable[[Any], tuple[Tensor, dict[str, Tensor]]]:
-    """loss.kind: the name of a formula, or a function of grpo.LossInputs whose errors are InputErrors."""
+    """Return loss.kind: the name of a formula, or a function of grpo.LossInputs whose errors are InputErrors."""
     return _checked("loss.kind", value, "inputs", _check_losses) if ":" in value else value
 
 
 def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], str]) -> Callable[[Any], Any]:
-    """The function; what it raises, and a result in which ``check`` finds a fault, is an InputError."""
+    """Load the function and make it raise InputError for its exceptions, and for results that ``check`` refuses."""
     function = load(key, named, argument)
 
     def called(given: Any) -> Any:
@@ -131,7 +131,7 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 
 
 def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
-    """Call the functions of advantage and loss once, with small tensors; InputError for what a run would refuse."""
+    """Call the functions of advantage and loss once, with small tensors. Raises InputError as the run would."""
     of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
         return
@@ -149,9 +149,9 @@ def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
 
 
 def compare_orders(loss: LossConfig) -> None:
-    """InputError unless the functions of advantage and loss repeat themselves, and ignore the order of their rows.
+    """Raise InputError unless the functions of advantage and loss are reproducible and ignore the order of their rows.
 
-    For an advantage that is also the order of the completions of a question.
+    An advantage must also ignore the order of the completions of a question.
     """
     import torch
 
@@ -183,7 +183,7 @@ def compare_orders(loss: LossConfig) -> None:
 def _require(alike: bool, key: str, named: str) -> None:
     if not alike:
         raise InputError(
-            f"{key}: {named} depends on the order of its rows, or on chance; needed: the same result for each row in "
+            f"{key}: {named} depends on the order of its rows, or on chance; return the same result for each row in "
             "any order"
         )
 
@@ -196,15 +196,15 @@ def _shape(result: Any) -> tuple[int, ...] | str:
 def _check_advantages(rewards: Tensor, result: Any) -> str:
     found = _shape(result)
     if found != tuple(rewards.shape):
-        return f"{found}; needed: a tensor of shape {tuple(rewards.shape)}"
-    return "" if result.isfinite().all() else "NaN or infinity; needed: finite numbers"
+        return f"{found} for the advantages; return a tensor of shape {tuple(rewards.shape)}"
+    return "" if result.isfinite().all() else "NaN or infinity; return finite numbers"
 
 
 def _check_losses(inputs: Any, result: Any) -> str:
     shape = tuple(inputs.logp.shape)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        return f"{_shape(result)}; needed: the losses {shape}, and a dictionary of what is measured {shape}"
+        return f"{_shape(result)}; return the losses {shape} and a dictionary of metrics {shape}"
     for name, found in {"the losses": result[0], **result[1]}.items():
         if _shape(found) != shape:
-            return f"for {name} {_shape(found)}; needed: shape {shape}"
+            return f"{_shape(found)} for {name}; return a tensor of shape {shape}"
     return ""

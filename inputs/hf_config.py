@@ -2,7 +2,8 @@
 
 Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B), also with some dense layers,
 and OlmoeForCausalLM (OLMoE-1B-7B).
-Every option that would change the computation is read or refused here; none is ignored. Imports no torch.
+Every option that would change the computation is read or refused here; none is ignored. This file does not import
+torch.
 """
 
 import math
@@ -21,8 +22,8 @@ PUBLISHED = ROOT / "configs"  # <name>.config.json, to plan a run before the dow
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
 MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
 
-# Options with one supported value, which is also what their absence means. use_sliding_window is the switch: the
-# configurations of Qwen have a sliding_window, too, which is not used while the switch is false.
+# Options with one supported value, which is also their meaning if they are absent. use_sliding_window is the switch:
+# the configurations of Qwen also have a sliding_window, which is unused while the switch is false.
 SUPPORTED = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -34,20 +35,20 @@ SUPPORTED = {
 
 
 def read(model_dir: str | Path) -> Architecture:
-    """The architecture in ``model_dir``/config.json; InputError for a broken file or an unsupported option."""
+    """Return the architecture in ``model_dir``/config.json. Raises InputError for a broken file or a bad option."""
     return parse(*_config_json(model_dir))
 
 
 def _config_json(model_dir: str | Path) -> tuple[dict, str]:
-    """The decoded config.json of ``model_dir``, and its path."""
+    """Return the decoded config.json of ``model_dir``, and its path."""
     path = Path(model_dir) / "config.json"
     if not path.exists():
-        raise InputError(f"model.path: no config.json in {model_dir}; needed: a Hugging Face model directory")
+        raise InputError(f"model.path: {model_dir} has no config.json; give the folder of a Hugging Face model")
     return read_object(path), str(path)
 
 
 class Raw(NamedTuple):
-    """A decoded config.json, whose values are read and refused by key."""
+    """A decoded config.json, with methods that read or refuse its values by key."""
 
     values: dict
     where: str  # error messages begin with it
@@ -66,20 +67,20 @@ class Raw(NamedTuple):
         number = kind in (int, float)
         self.refuse_if(
             (number and not (isinstance(value, int | float) and 0 < value < math.inf)) or type(value) is not kind,
-            f"{key}: expected a {'positive ' * number}{kind.__name__}, found {shown(value)}",
+            f"{key}: must be a {'positive ' * number}{kind.__name__}, not {shown(value)}",
         )
         most = MOST.get(key, MOST_SIZE)
-        self.refuse_if(kind is int and value > most, f"{key}: found {shown(value)}; needed: at most {most}")
+        self.refuse_if(kind is int and value > most, f"{key}: must be at most {most}, not {shown(value)}")
         return value
 
 
 def parse(values: dict, where: str = "config.json") -> Architecture:
-    """Return the architecture in a decoded config.json; error messages begin with ``where``."""
+    """Return the architecture in a decoded config.json. Error messages begin with ``where``."""
     raw = Raw(values, where)
-    supported = list(FAMILIES)  # a list, because a value of JSON may have no hash
+    supported = list(FAMILIES)  # a list, because a JSON value may not be hashable
     raw.refuse_if(
         values.get("model_type") not in supported,
-        f"model_type {shown(values.get('model_type'))} is not supported; supported: {', '.join(supported)}",
+        f"model_type {shown(values.get('model_type'))} is not supported; use one of {', '.join(supported)}",
     )
     family = FAMILIES[values["model_type"]]
     _refuse_unsupported(raw, family)
@@ -91,10 +92,10 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
         heads % kv_heads > 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     )
     head_dim = raw.need("head_dim", int, hidden // heads)
-    raw.refuse_if(head_dim % 2 > 0, f"head_dim: found {head_dim}; needed: an even number, for RoPE")
+    raw.refuse_if(head_dim % 2 > 0, f"head_dim: must be even for RoPE, not {head_dim}")
     top_k, normalised = raw.need("num_experts_per_tok"), raw.need("norm_topk_prob", bool, False)
     raw.refuse_if(top_k > num_experts, f"num_experts_per_tok {top_k} exceeds num_experts {num_experts}")
-    # The softmax over one chosen expert is always 1: the router could not learn, and Megatron refuses it.
+    # The softmax over one chosen expert is always 1, so the router could not learn, and Megatron refuses this.
     raw.refuse_if(top_k == 1 and normalised, "norm_topk_prob = true with num_experts_per_tok 1 is not supported")
     return Architecture(
         model_type=values["model_type"],
@@ -127,7 +128,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
     quantised = raw.values.get("quantization_config")
     raw.refuse_if(
         quantised is not None,
-        f"quantization_config: found {shown(quantised)}, a quantised checkpoint; needed: one in bf16, fp16 or fp32 "
+        f"quantization_config: found {shown(quantised)}, a quantised checkpoint; use one in bf16, fp16 or fp32 "
         "(model.quantisation int4 quantises its experts on loading)",
     )
     for layer_type in raw.need("layer_types", list, []):
@@ -135,7 +136,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
 
 
 def _rope_theta(raw: Raw) -> float:
-    """Return the base of RoPE; InputError for scaling, and for two bases.
+    """Return the base of RoPE. Raises InputError for scaling, and for two different bases.
 
     transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
     """
@@ -145,9 +146,9 @@ def _rope_theta(raw: Raw) -> float:
     outside = raw.values.get("rope_theta", rope.get("rope_theta", 10000.0))
     theta = rope.pop("rope_theta", outside)
     number = isinstance(theta, int | float) and not isinstance(theta, bool)
-    raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: expected a positive number, found {shown(theta)}")
-    raw.refuse_if(theta != outside, f"rope_theta: found {shown(outside)}, and {shown(theta)} in rope_parameters")
-    raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} not supported")
+    raw.refuse_if(not number or not 0 < theta < 1e30, f"rope_theta: must be a positive number, not {shown(theta)}")
+    raw.refuse_if(theta != outside, f"rope_theta: is {shown(outside)}, but {shown(theta)} in rope_parameters")
+    raw.refuse_if(bool(rope), f"rope_parameters: {', '.join(sorted(rope))} cannot be used")
     return float(theta)
 
 
@@ -158,33 +159,34 @@ def _num_experts(raw: Raw, num_layers: int) -> int:
     raw.refuse_if(other != num_experts, f"num_local_experts {num_experts} and num_experts {shown(other)} differ")
     raw.refuse_if(
         num_layers * num_experts > MOST_MATRICES,
-        f"{num_layers} layers of {num_experts} experts; needed: at most {MOST_MATRICES}",
+        f"{num_layers} layers of {num_experts} experts have more than {MOST_MATRICES} experts in all",
     )
     return num_experts
 
 
 def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts."""
+    """Return whether each layer has experts."""
     sparse_step, dense = raw.need("decoder_sparse_step", int, 1), raw.need("mlp_only_layers", list, [])
     for layer in dense:
         raw.refuse_if(
             layer not in range(num_layers),
-            f"mlp_only_layers: found {shown(layer)}; needed: layers from 0 to {num_layers - 1}",
+            f"mlp_only_layers: there is no layer {shown(layer)}; list layers from 0 to {num_layers - 1}",
         )
     return tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(num_layers))
 
 
 def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:
-    """The architecture that a run would have, and where it is described; no weights are needed. See settings."""
+    """Return the architecture that a run would have, and the source of its description. Needs no weights."""
     raw, where = settings(path, tiny, row_tokens)
     return parse(raw, where), where
 
 
 def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[dict, str]:
-    """The decoded config.json of a model, and where it is described.
+    """Return the decoded config.json of a model, and the source of its description.
 
-    That is the tiny_model section, for rows of ``row_tokens``, or model.path, or, if that folder is absent, the
-    published config.json of the model of that name in configs/. InputError if none of these exists.
+    The source is the tiny_model section, for rows of ``row_tokens``, or the folder model.path. If that folder does not
+    exist, it is the published config.json in configs/ of a model with that name. Raises InputError if there is no
+    source.
     """
     if tiny is not None:
         return tiny_settings(tiny, row_tokens), "tiny_model"
@@ -196,14 +198,14 @@ def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[
 
 
 def tiny_settings(tiny: TinyModelConfig, row_tokens: int) -> dict:
-    """config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
+    """Return the config.json of the model that ``tiny`` describes, for rows of at least ``row_tokens`` tokens."""
     family = FAMILIES[tiny.architecture]
     return {
         "architectures": [family.class_name],
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,
         "hidden_size": tiny.hidden_size,
-        "intermediate_size": 4 * tiny.hidden_size,  # of dense layers, or of experts where the family has none
+        "intermediate_size": 4 * tiny.hidden_size,  # for dense layers, or for experts in a family without dense layers
         "num_hidden_layers": tiny.num_layers,
         "num_attention_heads": tiny.num_heads,
         "num_key_value_heads": tiny.num_kv_heads,

@@ -1,8 +1,8 @@
-"""Variants against each other: paired differences over seeds, with intervals, corrected p-values and their limits.
+"""Comparisons of variants: paired differences over seeds, with intervals, corrected p-values and their limits.
 
-Each variant is trained with the same seeds, so the unit is the seed: a paired t-test. Fewer than three seeds decide
-nothing. The p-values of a family are corrected together (Holm, 1979). results/plan.yaml announces families before
-their runs; a prediction is met, not met or undecided, and without its controls no statement is made.
+Each variant is trained with the same seeds, so the seeds are the units of a paired t-test. Fewer than three seeds
+decide nothing. The p-values of a family are corrected together (Holm, 1979). results/plan.yaml announces families
+before their runs. A prediction is met, not met or undecided, and without its controls no statement is made.
 """
 
 import math
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     import pandas
 
 ALPHA, POWER, MIN_SEEDS = 0.05, 0.8, 3
-# kind of outcome -> its column, and whether it is the mean along the run, without the evaluation before the first step
+# Maps a kind of outcome to its column, and to whether it is the mean along the run, without the evaluation before the
+# first step.
 KINDS = {
     "sampled": ("eval/sampled_accuracy", False),
     "greedy": ("eval/greedy_accuracy", False),
     "curve": ("eval/sampled_accuracy", True),
 }
-WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison about which nothing is stated
+WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison without a statement
 Kind = Literal["sampled", "greedy", "curve"]
 
 
@@ -41,14 +42,14 @@ class Effect(NamedTuple):
     high: float
     p: float  # two-sided, of the hypothesis of no difference
     seeds: int
-    detectable: float  # the true difference that is called different in 80 of 100 repetitions
+    detectable: float  # the true difference that 80 of 100 repetitions would find
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
 
 
 def effect(differences: np.ndarray, tests: int = 1) -> Effect:
-    """The effect of the differences of S seeds, shares of 1.  (S,)  ``tests``: number of comparisons of the family."""
+    """Return the effect of the differences of S seeds, in shares of 1. The family has ``tests`` comparisons.  (S,)"""
     from scipy import stats
 
     n, mean = len(differences), 100 * float(differences.mean())
@@ -63,7 +64,7 @@ def effect(differences: np.ndarray, tests: int = 1) -> Effect:
 
 
 def detectable(freedom: int, alpha: float) -> float:
-    """Minimum detectable effect in standard errors: called different with probability POWER (noncentral t)."""
+    """Return the minimum detectable effect in standard errors, found with probability POWER (noncentral t)."""
     from scipy import optimize, stats
 
     critical = stats.t.ppf(1 - alpha / 2, freedom)
@@ -75,16 +76,16 @@ def detectable(freedom: int, alpha: float) -> float:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979), in the order given. scipy has no Holm correction."""
+    """Correct p-values for their number (Holm, 1979), in the given order. scipy has no Holm correction."""
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
     return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
 
 
 def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float, float, float]:
-    """The share of a loss that a correction gives back, in %, and its 95 % interval (10,000 bootstrap draws).
+    """Return the share of a loss that a correction recovers, in %, and its 95 % interval (10,000 bootstrap draws).
 
-    The differences by seed of the variant that loses, and of the correction against it.
+    ``loss`` has the differences by seed of the variant that loses, and ``back`` those of the correction against it.
     """
     import pandas
 
@@ -105,23 +106,23 @@ class Entry(Part):
     title: str
     predicted: Literal["equal", "larger", "smaller", ""] = ""
     why: str = ""  # the mechanism behind the prediction
-    control: list[str] = []  # in place of those of the family
+    control: list[str] = []  # replaces the controls of the family
     missing: str = ""  # runs that could not be finished, with the reason
 
 
 class Family(Part):
-    """Comparisons that are announced, and whose p-values are corrected, together."""
+    """Comparisons that are announced together and whose p-values are corrected together."""
 
     name: str
     section: str  # heading of RESULTS.md
     sweep: str
     kind: Kind = "curve"
-    margin: float = 0  # points; "equal": the interval lies within it
-    apart: bool = False  # each entry is a family of its own
-    mismatch: bool = False  # between the policy that samples and the one that is trained; a correction can give back
-    control: list[str] = []  # variants that must be as predicted, or no statement is made
+    margin: float = 0  # points; "equal" means that the interval is within the margin
+    apart: bool = False  # each entry is a separate family
+    mismatch: bool = False  # the sampling and the trained policy differ, and a correction can recover the loss
+    control: list[str] = []  # variants that must be as predicted; otherwise no statement is made
     entries: list[Entry]
-    controls: list[Entry] = []  # a family of their own
+    controls: list[Entry] = []  # a separate family
 
 
 class Finding(Part):
@@ -129,18 +130,18 @@ class Finding(Part):
 
     asked: str
     answer: str
-    method: str = ""  # whose comparison is shown
-    against: str = ""  # its base, where it has several
-    gain: str = ""  # a variant whose accuracy before and after is shown
+    method: str = ""  # the method whose comparison is shown
+    against: str = ""  # its base, if it has several
+    gain: str = ""  # a variant whose accuracy before and after training is shown
 
 
 class Plan(Part):
-    """results/plan.yaml"""
+    """The content of results/plan.yaml."""
 
     findings: list[Finding]
-    sections: dict[str, str]  # heading of RESULTS.md -> its paragraph
-    curves: dict[str, str]  # variant -> its label in the figure
-    turns: dict[str, str] = {}  # the same in the figure of an environment
+    sections: dict[str, str]  # maps a heading of RESULTS.md to its paragraph
+    curves: dict[str, str]  # maps a variant to its label in the figure
+    turns: dict[str, str] = {}  # the same for the figure of an environment
     families: list[Family]
 
 
@@ -149,9 +150,11 @@ def read_plan(path: Path) -> Plan:
     controls = {entry.method for family in plan.families for entry in family.controls}
     for family in plan.families:
         if wrong := {*family.control, *(name for entry in family.entries for name in entry.control)} - controls:
-            raise InputError(f"{path}: {family.name}: control: found {min(wrong)}; needed: a method of `controls`")
+            raise InputError(
+                f"{path}: {family.name}: control: {min(wrong)} is not a method of `controls`; name one of them"
+            )
         if family.section not in plan.sections:
-            raise InputError(f"{path}: {family.name}: section: found {family.section!r}; needed: one of `sections`")
+            raise InputError(f"{path}: {family.name}: section: there is no {family.section!r}; name one of `sections`")
     return plan
 
 
@@ -167,26 +170,26 @@ class Comparison:
     effect: Effect
     p: float  # corrected
     found: str  # equal, larger, smaller or undecided
-    outcome: str = ""  # of the prediction
-    share: tuple[float, float, float] | None = None  # of a loss that this correction gives back, %, with its interval
+    outcome: str = ""  # whether the prediction was met
+    share: tuple[float, float, float] | None = None  # of a loss that this correction recovers, in %, with its interval
 
     @property
     def said(self) -> str:
-        """What was found, with the margin of an equality."""
+        """The result, with the margin if the two are equal."""
         return f"equal within {self.family.margin:g}" if self.found == "equal" else self.found
 
 
 def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "pandas.DataFrame"]:
-    """The outcome of each run, and at which steps and with how many questions it was measured, by variant and seed.
+    """Return two tables by variant and seed: the outcome of each run, and the steps and questions of its measurement.
 
-    InputError if no run has it.
+    Raises InputError if no run has the outcome.
     """
     column, along = KINDS[kind]
     measured = steps[steps[column].notna()] if column in steps else steps[:0]
     if along:
         measured = measured[measured["step"] > 0]
     if measured.empty:
-        raise InputError(f"--kind {kind}: no run has {column}; needed: one of {', '.join(KINDS)}")
+        raise InputError(f"--kind {kind}: no run has {column}; choose one of {', '.join(KINDS)}")
     grouped = measured.sort_values("step").groupby(["variant", "seed"])
     outcome = grouped[column].mean() if along else grouped[column].last()
     questions = grouped["eval/num_questions"].last().astype(str)
@@ -195,7 +198,7 @@ def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "p
 
 
 def gain(steps: "pandas.DataFrame", variant: str) -> tuple[float, float, Effect]:
-    """Sampled accuracy before and after training, means over the seeds, and the difference."""
+    """Return the sampled accuracy before and after training, averaged over the seeds, and the difference."""
     measured = steps[(steps["variant"] == variant) & steps["eval/sampled_accuracy"].notna()].sort_values("step")
     grouped = measured.groupby("seed")["eval/sampled_accuracy"]
     first, last = grouped.first(), grouped.last()
@@ -218,7 +221,7 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
 
 
 def _add_shares_(made: list[Comparison]) -> None:
-    """Set the share of its base's loss that each method recovers, if the loss by the base's mismatch was found."""
+    """Set the share of its base's loss that each method recovers, if a loss by the base's mismatch was found."""
     stated = [one for one in made if one.family.mismatch and not one.is_control and one.outcome != WITHHELD]
     lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
     for one in stated:
@@ -229,21 +232,23 @@ def _add_shares_(made: list[Comparison]) -> None:
 def of_family(
     outcome: "pandas.DataFrame", measured: "pandas.DataFrame", family: Family, entries: list[Entry], is_control: bool
 ) -> list[Comparison]:
-    """The comparisons of a family. Those without records count as if they had the largest p-values.
+    """Return the comparisons of a family. Comparisons without records count as if they had the largest p-values.
 
-    InputError for variants without a common seed, and for runs that were evaluated otherwise: accuracy grows along a
-    run.
+    Raises InputError for variants without a common seed, and for runs that were evaluated differently, because
+    accuracy grows along a run.
     """
     ready = [entry for entry in entries if {entry.base, entry.method} <= {*outcome.index}]
     by_seed = []
     for entry in ready:
         both = outcome.loc[[entry.base, entry.method]].dropna(axis=1)
         if both.empty:
-            raise InputError(f"{entry.base}, {entry.method}: no common seed; needed: runs with the same train.seed")
+            raise InputError(
+                f"{entry.base}, {entry.method}: there is no common seed; compare runs with the same train.seed"
+            )
         first, second = measured.loc[[entry.base, entry.method], both.columns].to_numpy()
         if (other := first != second).any():
             raise InputError(
-                f"{entry.base}, {entry.method}: seed {both.columns[other][0]}: evaluated otherwise; needed: the same "
+                f"{entry.base}, {entry.method}: seed {both.columns[other][0]}: was evaluated differently; use the same "
                 "eval.num_questions, eval.every and train.steps"
             )
         by_seed.append(both.loc[entry.method] - both.loc[entry.base])
@@ -257,7 +262,7 @@ def of_family(
 
 
 def verdict(one: Effect, p: float, margin: float) -> str:
-    """equal: the interval lies within the margin. larger, smaller: it does not, and p is small. Otherwise undecided."""
+    """Return "equal" if the interval is within the margin, "larger" or "smaller" if p is small, or "undecided"."""
     if one.seeds < MIN_SEEDS:
         return "undecided"
     if max(abs(one.low), abs(one.high)) < margin:
@@ -268,7 +273,7 @@ def verdict(one: Effect, p: float, margin: float) -> str:
 
 
 def _outcome(one: Comparison, good: set[str]) -> str:
-    """Whether the prediction was met, in words."""
+    """Return in words whether the prediction was met."""
     if {*(one.entry.control or one.family.control)} - good and not one.is_control:
         return WITHHELD
     if not one.entry.predicted or one.found == one.entry.predicted:

@@ -1,7 +1,7 @@
 """The curves of a run as curves.png in its folder: accuracies, rewards and other metrics over the steps done.
 
-The training draws them at its end. A panel shows a metric as a thin line and its running mean as a thick line.
-Evaluations are points without a line between them, because nothing was measured there.
+A training run draws them at its end. A panel shows a metric as a thin line and its running mean as a thick line.
+Evaluations are points without a line, because nothing was measured between them.
 """
 
 import math
@@ -29,7 +29,7 @@ METRICS = (
 LOGARITHMIC = {"rollout/logp_gap_mean", "actor/kl_loss"}
 COLUMNS = 3
 COLOR = "#0072b2"
-Curve = dict[int, float]  # number of steps done -> value
+Curve = dict[int, float]  # maps the number of finished steps to a value
 
 
 def draw_curves(run: Path) -> None:
@@ -45,7 +45,7 @@ def draw_curves(run: Path) -> None:
 
 
 def read_curves(run: Path, metrics: Sequence[str] = METRICS) -> dict[str, Curve]:
-    """Return the accuracies, the parts of the reward, then those of ``metrics`` that the run has.
+    """Return the accuracies, the parts of the reward, and then the existing ``metrics`` of the run.
 
     A value that is not finite is NaN.
     """
@@ -62,7 +62,7 @@ def read_curves(run: Path, metrics: Sequence[str] = METRICS) -> dict[str, Curve]
 
 
 def draw_panel(axes: Any, key: str, curve: Curve) -> None:
-    """Draw one metric. A step without a value is a gap in the line; small points show a value between two gaps."""
+    """Draw one metric. A step without a value leaves a gap in the line. Small points show a value between two gaps."""
     import numpy
     import pandas
 
@@ -78,7 +78,7 @@ def draw_panel(axes: Any, key: str, curve: Curve) -> None:
         axes.plot(smooth, color=COLOR, lw=2)
     if key in LOGARITHMIC and (measured > 0).any():
         axes.set_yscale("log", nonpositive="mask")
-        # Whole decades, so that noise within one decade does not fill the panel.
+        # The axis has whole decades, so that noise within one decade does not fill the panel.
         low, high = numpy.log10(axes.get_ylim())
         axes.set_ylim(10 ** numpy.floor(low), 10 ** numpy.ceil(high))
     axes.set_ylabel(key, fontsize=9)

@@ -1,4 +1,4 @@
-"""Views of a run for `report.py show`, while it trains and afterwards: its metrics, completions, and what changed."""
+"""Views of a run for `report.py show`, during and after training: its metrics, completions, and changed answers."""
 
 import math
 import textwrap
@@ -12,7 +12,7 @@ from lab.curves import read_curves
 from runlog import completions
 from runlog.completions import OUTCOMES, Row, outcome
 
-METRICS = (  # of the overview, after the accuracies and the parts of the reward
+METRICS = (  # the overview shows them after the accuracies and the parts of the reward
     "reward/mean",
     "reward/unparsable_frac",
     "response_length/mean",
@@ -22,14 +22,14 @@ METRICS = (  # of the overview, after the accuracies and the parts of the reward
     "actor/teacher_kl",
     "environment/turns_mean",
 )
-FACTS = ("step", "sample", "reward", "answer", "tokens", "turns", "advantage", "logp", "teacher_kl")  # of a completion
-BARS, WIDTH = "▁▂▃▄▅▆▇█", 40  # eight heights of a bar; the most bars of a metric
-SHORT = 300  # letters of a text in the overview
-LAST = -1  # in place of the number of a step
+FACTS = ("step", "sample", "reward", "answer", "tokens", "turns", "advantage", "logp", "teacher_kl")  # if present
+BARS, WIDTH = "▁▂▃▄▅▆▇█", 40  # the eight heights of a bar, and the largest number of bars per metric
+SHORT = 300  # longest text in the overview
+LAST = -1  # means the last step
 
 
 def overview(run: Path) -> list[str]:
-    """Return one screen about a run: its log, metrics, a completion of each outcome, and what changed."""
+    """Return one screen about a run: its log, metrics, a completion of each outcome, and changed answers."""
     log = read_text(run / "log.txt").splitlines()
     lines = [run.name, *log[-3:], "", f"{'':<34}{'first':>10}{'last':>10}"]
     for key, curve in read_curves(run, METRICS).items():
@@ -46,7 +46,7 @@ def overview(run: Path) -> list[str]:
 
 
 def bars(values: list[float]) -> str:
-    """Return at most WIDTH letters, each for the mean of equally many values, from the lowest to the highest mean."""
+    """Return at most WIDTH bars, each for the mean of equally many values, from the lowest mean to the highest."""
     size = math.ceil(len(values) / WIDTH)
     means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
     low, span = min(means), max(means) - min(means) or 1
@@ -54,7 +54,7 @@ def bars(values: list[float]) -> str:
 
 
 def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
-    """Return completions of a file: of all outcomes or ``only`` one, of all questions or the one with this id."""
+    """Return completions of a file: all outcomes or ``only`` one, and all questions or the one with this id."""
     rows = completions.read(path)
     if question:
         rows = [row for row in rows if row["id"] == question]
@@ -62,30 +62,30 @@ def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
     lines = counts(path.name[:11], rows) if rows else []
     lines += blocks(shown[:limit])
     if len(shown) > limit:
-        lines += ["", f"{len(shown) - limit} more: --limit {len(shown)}"]
+        lines += ["", f"{len(shown) - limit} more (--limit {len(shown)} shows all)"]
     return lines
 
 
 def file_of(run: Path, kind: str, step: int) -> Path:
-    """Return the file of a step or an evaluation, or of the last one for LAST. Raises InputError if it is not there."""
+    """Return the file of a step or an evaluation, the last one for LAST. Raises InputError if it does not exist."""
     found = completions.files(run, kind)
     if not found:
-        raise InputError(f"{run}/completions: found no {kind} file; needed: a run without train.completions_logged=0")
+        raise InputError(f"{run}/completions: there is no {kind} file; choose a run without train.completions_logged=0")
     if step == LAST:
         step = max(found)
     if step not in found:
-        raise InputError(f"{run}/completions: found no {kind} {step}; choose from: {', '.join(map(str, found))}")
+        raise InputError(f"{run}/completions: there is no {kind} {step}; choose from: {', '.join(map(str, found))}")
     return found[step]
 
 
 def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> list[str]:
-    """Return which questions have fewer and which more right answers in the second of two evaluations.
+    """Return the questions with fewer and with more right answers in the second of two evaluations.
 
-    For ``limit`` questions of both kinds, those that changed most, an answer that changed follows, as it was and is.
+    For the ``limit`` questions of both kinds that changed most, a changed answer follows, before and after.
     """
     old, new = completions.read(before), completions.read(after)
     if [row["question"] for row in old] != [row["question"] for row in new]:
-        raise InputError(f"{before}, {after}: found other questions or samples; give evaluations of the same ones")
+        raise InputError(f"{before}, {after}: the questions or samples differ; give evaluations of the same ones")
     pairs = list(zip(old, new, strict=True))
     change = Counter[str]()
     for was, now in pairs:
@@ -118,9 +118,9 @@ def counts(what: str, rows: list[Row]) -> list[str]:
 
 
 def blocks(rows: list[Row], longest: int | None = None) -> list[str]:
-    """Return each completion below the facts about it. The question stands before the first of its completions.
+    """Return each completion below the facts about it. The question precedes its first completion.
 
-    ``longest``: letters of a text that are shown; None shows all.
+    ``longest`` is the number of letters of each text to show. None shows all.
     """
     lines = []
     before = None

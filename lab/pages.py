@@ -20,7 +20,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 
 
 def build(results: Path, page: Path) -> None:
-    """Write the pages and the figures; InputError without records."""
+    """Write the pages and the figures. Raises InputError if there are no records."""
     plan, steps, made = read(results)
     for path, text in wanted(results, page, plan, steps, made).items():
         write_atomically(path, text)
@@ -32,19 +32,19 @@ def build(results: Path, page: Path) -> None:
 
 
 def stale(results: Path, page: Path) -> list[str]:
-    """One sentence for each page that is not what the records, or the docstrings of the code, say."""
+    """Return a sentence for each page that does not follow from the records or from the docstrings of the code."""
     edited = [path for path, text in wanted(results, page, *read(results)).items() if read_text(path) != text]
-    return [f"{path}: not what report.py build writes; needed: report.py build" for path in edited]
+    return [f"{path}: differs from what report.py build writes; run report.py build" for path in edited]
 
 
 def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
-    """The plan, the steps of all records, and the comparisons."""
+    """Return the plan, the steps of all records, and the comparisons."""
     plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
     return plan, steps, comparisons.compare(steps, plan)
 
 
 def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
-    """Path -> text of each page, with what follows from the records between its two marks."""
+    """Return the text of each page by path, with the parts generated from the records between its two marks."""
     root = page.parent
     generated = {
         page: results_page(plan, made, steps),
@@ -60,12 +60,12 @@ def _between_marks(path: Path, generated: str) -> str:
     before, begin, rest = read_text(path).partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise InputError(f"{path}: needed: the two marks between which report.py build writes: {BEGIN} and {END}")
+        raise InputError(f"{path}: the marks between which report.py build writes are missing; add {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """A Markdown table; the keys of the first row are its head. Empty without rows."""
+    """Return a Markdown table with the keys of the first row as its head; "" without rows."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -76,7 +76,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
-    """Return what was found, the comparisons of each section, and those that are not as predicted or were stopped."""
+    """Return the findings, the comparisons of each section, and those that are not as predicted or were stopped."""
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
@@ -92,7 +92,7 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
 
 
 def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
-    """Return the rows of the predictions that were not met or are withheld, then those without records."""
+    """Return the rows of predictions that were not met or are withheld, followed by those without records."""
     rows = [
         other_row(one.entry, one.outcome, str(one.effect))
         for one in made
@@ -104,7 +104,7 @@ def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
 
 
 def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFrame") -> dict[str, str]:
-    """A question, its answer in words, and the numbers behind it; InputError for a variant without records."""
+    """Return a question, its answer in words, and its numbers. Raises InputError for a variant without records."""
     points, seeds = "", ""
     if finding.gain:
         before, after, effect = comparisons.gain(steps, finding.gain)
@@ -113,7 +113,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
         named = [one for one in made if one.entry.method == finding.method and one.outcome != comparisons.WITHHELD]
         found = [one for one in named if finding.against in ("", one.entry.base)]
         if not found:
-            raise InputError(f"findings: {finding.method}: no comparison with records and found controls")
+            raise InputError(f"findings: {finding.method}: no comparison has records and controls as predicted")
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
         if found[0].share:
             points += f"; {_share(found[0])} of the loss"
@@ -141,7 +141,7 @@ def comparison_row(one: Comparison) -> dict[str, str]:
 
 
 def _share(one: Comparison) -> str:
-    """The share of a loss that a correction gives back, with its interval; empty for any other comparison."""
+    """Return the share of a loss that a correction recovers, with its interval; "" for any other comparison."""
     return "{:.0f} % ({:.0f} to {:.0f})".format(*one.share) if one.share else ""
 
 
@@ -149,7 +149,7 @@ def _share(one: Comparison) -> str:
 
 
 def benchmark_page(made: list[Comparison]) -> str:
-    """Every announced comparison, by family."""
+    """Return every announced comparison, by family."""
     announced = [one for one in made if not one.is_control and one.entry.predicted]
     met = sum(one.outcome == "met" for one in announced)
     return f"{met} of {len(announced)} predictions were met.\n\n{table([full_row(one) for one in made])}"
@@ -171,7 +171,7 @@ def full_row(one: Comparison) -> dict[str, str]:
 
 
 def files_table(steps: "pandas.DataFrame") -> str:
-    """The files of records: their runs, variants, steps and commits."""
+    """Return a table of the files of records, with their runs, variants, steps and commits."""
     rows = []
     for file, own in steps.groupby("file"):
         commits = sorted({commit[:7] for commit in own["record/commit"].dropna()})
@@ -189,10 +189,10 @@ def files_table(steps: "pandas.DataFrame") -> str:
 
 
 def tree(root: Path) -> str:
-    """The Python files at the top level of a checkout and its rooms, a line each, as a code block.
+    """Return a code block with a line for each top-level Python file and each room of a checkout.
 
-    The line of a file has the first sentence of its docstring; that of a room the docstring of its __init__.py, which
-    is its rule. The commands, which are the files that can be started, come first.
+    The line of a file has the first sentence of its docstring. The line of a room has the docstring of its __init__.py,
+    which is its rule. The commands come first. They are the files that can be started.
     """
     groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, "rooms": {}}
     for path in sorted(root.glob("*.py")):
@@ -209,7 +209,7 @@ def tree(root: Path) -> str:
 
 
 def docstring(source: str) -> str:
-    """The docstring of a module with single spaces; empty if there is none."""
+    """Return the docstring of a module with single spaces; "" if there is none."""
     return " ".join((ast.get_docstring(ast.parse(source)) or "").split())
 
 
@@ -217,9 +217,10 @@ def docstring(source: str) -> str:
 
 
 def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
-    """The held-out accuracy of the variants of `curves`, means over seeds, each named at its end; a panel a length.
+    """Draw the held-out accuracy of the variants in `curves`, averaged over seeds, in a panel per run length.
 
-    Where a run was evaluated at its ends only, a thin line between them has the training reward.
+    Each curve is named at its end. If a run was evaluated only at its ends, a thin line between them shows the training
+    reward.
     """
     import matplotlib.figure
 
@@ -252,7 +253,7 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
 
 
 def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
-    """Draw the held-out accuracy and the turns per completion of the variants of `turns`, means over seeds."""
+    """Draw the held-out accuracy and the turns per completion of the variants in `turns`, averaged over seeds."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(10, 3.5), layout="constrained")
@@ -272,7 +273,7 @@ def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
 
 
 def recovered(made: list[Comparison], path: Path) -> None:
-    """The share of each loss by a mismatch that each correction gives back, with its interval."""
+    """Draw the share of each loss by a mismatch that each correction recovers, with its interval."""
     import matplotlib.figure
 
     shares = {one.entry.title: one.share for one in made if one.share}

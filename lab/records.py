@@ -1,8 +1,8 @@
-"""Records of finished runs: results/<name>.parquet, one file a sweep, written once and never changed.
+"""Records of finished runs: results/<name>.parquet, one file per sweep, written once and never changed.
 
-A run has one row a step: the evaluation after ``step`` steps, and the metrics of the step that follows it. Its first
-row also says how it was made, in the columns record/*; lists and mappings are JSON texts. What was changed or taken
-away shows in git (report.py --check). This needs no torch.
+A run has one row per step, with the evaluation after ``step`` steps and the metrics of the step that follows it. The
+first row also describes how the run was made, in the columns record/*. Lists and mappings are JSON texts. Changes and
+removals show in git (report.py --check). This file needs no torch.
 """
 
 import functools
@@ -38,23 +38,23 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}"
 PRIVATE = re.compile(r"(?<![\w.~}])/(?:[h]ome|[U]sers|[r]oot)/\w")
-# Settings that differ between the seeds of a variant, and settings that do not change the result.
+# Settings that differ between the seeds of a variant. BOOKKEEPING has settings that do not change the result.
 SEEDS = {"name", "train.seed", "tiny_model.seed", "data.seed"}
 BOOKKEEPING = {key for key in MAY_CHANGE if key.split(".")[0] in ("train", "checks", "device")}
-STAYS_BEHIND = ("sync/", "timing/")  # in the folder of the run, all but timing/step_s: diagnostics of its machine
-WEIGHTS = "weights.parquet"  # the files of the tiny models from which some runs started, by their sha256
+STAYS_BEHIND = ("sync/", "timing/")  # diagnostics of the machine that stay in the run's folder, except timing/step_s
+WEIGHTS = "weights.parquet"  # by sha256, the files of the tiny models from which some runs started
 
 
 class Part(BaseModel):
-    """A part of a file that people write. Missing fields, unknown fields and values of another type are errors."""
+    """A part of a file that people write. Missing fields, unknown fields and values of the wrong type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Make ``function``, which reads files that others may have written, refuse damaged ones in one line.
+    """Make ``function``, which reads files that others may have written, refuse damaged files in one line.
 
-    A value that is missing or has another type is an InputError that names the arguments and the place in this code.
+    If a value is missing or has the wrong type, it raises InputError with the arguments and the function in this code.
     """
 
     @functools.wraps(function)
@@ -67,33 +67,33 @@ def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
             *_, place = traceback.extract_tb(error.__traceback__)
             given = ", ".join(str(one) for one in arguments if isinstance(one, str | Path | list))
             raise InputError(
-                f"{given}: damaged, or not what this program writes ({type(error).__name__} in {place.name}: "
-                f"{one_line(error)}); needed: the files of a run or record as they were written"
+                f"{given}: damaged, or not written by this program ({type(error).__name__} in {place.name}: "
+                f"{one_line(error)}); give the files of a run or record as they were written"
             ) from error
 
     return guarded
 
 
 def planted_fault(command: str) -> str:
-    """The faults with which a command trains on purpose (checks/planted_fault.py); empty for any other command."""
+    """Return the faults that a command plants on purpose (checks/planted_fault.py); "" for any other command."""
     found = re.search(r"\bplanted_fault\.py (\S+)", command)
     return found[1] if found else ""
 
 
 class Record(NamedTuple):
-    """How a run was made."""
+    """The settings and origin of a run."""
 
     id: str
     seed: int
     commit: str
     command: str
     result: str  # the last line that it printed
-    checks: dict[str, str]  # check -> its first warning
+    checks: dict[str, str]  # maps a check to its first warning
     resumed: int
     config: dict[str, Any]
-    inputs: dict[str, dict[str, str]]  # model and data: file -> sha256
+    inputs: dict[str, dict[str, str]]  # for model and data, maps a file to its sha256
     environment: dict[str, Any]
-    files: dict[str, str]  # file of the run's folder -> sha256
+    files: dict[str, str]  # maps a file of the run's folder to its sha256
 
     @property
     def variant(self) -> str:
@@ -102,12 +102,12 @@ class Record(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """The fault that was planted into the run on purpose; empty for any other run."""
+        """The fault that was planted into the run on purpose; "" for any other run."""
         return planted_fault(self.command)
 
 
 class Run(NamedTuple):
-    """A finished run: its record, and a row for each step."""
+    """A finished run: its record, and a row per step."""
 
     record: Record
     rows: list[dict[str, Any]]
@@ -118,22 +118,24 @@ class Run(NamedTuple):
 
 @of_others
 def read_run(folder: Path, to_keep: bool = True) -> Run:
-    """The finished run in ``folder``. InputError if it has not ended or was altered afterwards.
+    """Read the finished run in ``folder``. Raises InputError if it has not ended or was altered afterwards.
 
-    ``to_keep``: also unless it is one of one clean commit, whose text names no private path.
+    With ``to_keep``, also raises it unless the run comes from one clean commit and its text has no private path.
     """
     if not (folder / "finished.json").exists():
-        raise InputError(f"{folder}: no finished.json: the run has not ended; needed: a finished run")
+        raise InputError(f"{folder}: no finished.json, so the run has not ended; give a finished run")
     finished, found = read_object(folder / "finished.json", ("sha256",)), checksums(folder)
     if changed := sorted({file for file, _ in found.items() ^ finished["sha256"].items()}):
-        raise InputError(f"{folder / changed[0]}: missing, altered or added: not the sha256 in finished.json")
+        raise InputError(
+            f"{folder / changed[0]}: missing, altered or added; its sha256 is not the one in finished.json"
+        )
     starts = [folder, *sorted(folder.glob("resume-*"))]
     git, inputs = ([read_object(start / file) for start in starts] for file in ("git.json", "inputs.json"))
     for start, *origin in zip(starts, git, inputs, strict=True):
         if origin != [git[0], inputs[0]]:
-            raise InputError(f"{start}: differs from the first start; needed: one commit, model and data")
+            raise InputError(f"{start}: differs from the first start; add runs of one commit, model and data")
     if to_keep and git[0].get("dirty") is not False:
-        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; needed: a run of a commit, git status clean")
+        raise InputError(f"{folder / 'git.json'}: found {shown(git[0])}; add a run of a commit with a clean git status")
     config = read_file(of_last_start(folder, "config.yaml"))  # a resume may ask for more steps
     record = Record(
         id=config["name"],
@@ -149,12 +151,12 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
         files=finished["sha256"],
     )
     if to_keep and (private := PRIVATE.search(json.dumps(record))):
-        raise InputError(f"{folder}: {private[0]} is a private path; needed: paths inside the checkout")
+        raise InputError(f"{folder}: {private[0]} is a private path; use paths inside the checkout")
     return Run(record, _rows(folder))
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """A row for each step, and one for the last evaluation; of the completions, a few of the first and last step."""
+    """Return a row per step, one for the last evaluation, and a few completions of the first and the last step."""
     rows: dict[int, dict[str, Any]] = {}
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
         for line in read_lines(folder / f"{file}.jsonl"):
@@ -171,18 +173,18 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def files(results: Path) -> list[Path]:
-    """The files of records."""
+    """Return the files of records."""
     return [path for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
 
 
 @of_others
 def load(results: Path) -> "pandas.DataFrame":
-    """All rows of all records, with the columns `file`, `variant` and `seed`."""
+    """Return all rows of all records, with the columns `file`, `variant` and `seed`."""
     import pandas
 
     tables = [read_table(path).assign(file=path.name) for path in files(results)]
     if not tables:
-        raise InputError(f"{results}: no record; needed: what report.py add writes")
+        raise InputError(f"{results}: there is no record; add runs with report.py add")
     steps = pandas.concat(tables, ignore_index=True)
     seeds = steps.set_index("id")["record/seed"].dropna().astype(int)
     if not seeds.index.is_unique:
@@ -191,7 +193,7 @@ def load(results: Path) -> "pandas.DataFrame":
 
 
 def frame(runs: list[Run]) -> "pandas.DataFrame":
-    """The rows of these runs, with the columns of `load` that a comparison reads."""
+    """Return the rows of these runs, with the columns of `load` that a comparison reads."""
     import pandas
 
     about = [{"id": run.record.id, "variant": run.record.variant, "seed": run.record.seed} for run in runs]
@@ -199,31 +201,31 @@ def frame(runs: list[Run]) -> "pandas.DataFrame":
 
 
 def of_sweep(folder: Path) -> list[Run]:
-    """The finished runs of a sweep's folder, in the order of its file; no record is made of them."""
+    """Return the finished runs of a sweep's folder, in the order of its file, without making records of them."""
     path = folder / "sweep.json"
     jobs = read_object(path, ("jobs",))["jobs"].values()
     done = [Path(job["run"]).name for job in jobs if job["state"] == "finished"]
     if not done:
-        raise InputError(f"{path}: no job is finished; needed: a sweep that has run")
+        raise InputError(f"{path}: no job is finished; run the sweep first")
     return [read_run(folder.parent / run, to_keep=False) for run in done]
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
-    """A file of records; InputError for another file."""
+    """Read a file of records. Raises InputError for any other file."""
     from pyarrow import ArrowException, parquet
 
     try:
-        # Threads of pyarrow that live until the end of the process may abort it there, with exit code 134.
+        # Threads of pyarrow that live until the process ends may abort it then, with exit code 134.
         read = parquet.ParquetFile(path, pre_buffer=False).read(use_threads=False)
         table = read.to_pandas(use_threads=False)
-        table[["id", "step", *(f"record/{field}" for field in Record._fields if field != "id")]]  # all are there
+        table[["id", "step", *(f"record/{field}" for field in Record._fields if field != "id")]]  # or LookupError
     except (ArrowException, OSError, ValueError, LookupError) as error:
-        raise InputError(f"{path}: cannot be read: {str(error)[:200]}; needed: what report.py add writes") from None
+        raise InputError(f"{path}: cannot be read: {str(error)[:200]}; give a file that report.py add wrote") from None
     return table
 
 
 def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
-    """id -> record, from the rows of `load`."""
+    """Return the records by id, from the rows of `load`."""
     first = steps[steps["record/commit"].notna()]
     return {
         row["id"]: Record(row["id"], *(_value(row[f"record/{field}"]) for field in Record._fields[1:]))
@@ -232,7 +234,7 @@ def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
 
 
 def _value(stored: Any) -> Any:
-    """A field of a record, which is a mapping if its text begins as one."""
+    """Return a field of a record, which is a mapping if its text begins like one."""
     if isinstance(stored, str):
         return json.loads(stored) if stored.startswith("{") else stored
     return int(stored)
@@ -240,29 +242,29 @@ def _value(stored: Any) -> Any:
 
 @of_others
 def load_record(results: Path, name: str) -> Record:
-    """One record; InputError when it is missing."""
+    """Return one record. Raises InputError if there is no such record."""
     records = records_of(load(results))
     if name not in records:
-        raise InputError(f"{results}: {name}: no such record; there are: {first_names(records)}")
+        raise InputError(f"{results}: {name}: there is no such record; choose from: {first_names(records)}")
     return records[name]
 
 
 def clash(record: Record, others: Iterable[Record]) -> str:
-    """What one of the other records contradicts in ``record``, a sentence; empty if they can stand together."""
+    """Return a sentence about the first contradiction between ``record`` and the others; "" if there is none."""
     for other in others:
-        # A fault that is planted into evaluations changes only those.
+        # A fault that is planted into evaluations changes only the evaluations.
         compared = ["metrics.jsonl", *(["eval_outcomes.jsonl"] if record.fault != other.fault else [])]
         if all(other.files.get(file) == record.files.get(file) for file in compared):
-            return f"its metrics are those of {other.id}; needed: a run of its own"
+            return f"its metrics are those of {other.id}; add a run with its own metrics"
         if other.variant == record.variant and (changed := differing(other, record)):
-            return f"no seed of {record.variant}: {'; '.join(changed)}; needed: a run of another name"
+            return f"differs from other seeds of {record.variant}: {'; '.join(changed)}; give the run another name"
         if other.id == record.id or (other.variant, other.seed) == (record.variant, record.seed):
-            return f"seed {record.seed} of {record.variant} is there: {other.id}; records are never replaced"
+            return f"seed {record.seed} of {record.variant} already exists: {other.id}; records are never replaced"
     return ""
 
 
 def differing(first: Record, second: Record) -> list[str]:
-    """One "key: value -> value" for each setting in which two variants differ. A key that one lacks has its default."""
+    """Return "key: value -> value" for each setting in which two variants differ. A missing key has its default."""
     apart = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in first.config else set())
     lines = changed_keys(first.config, second.config, apart)
     ranks = [each.environment["world_size"] for each in (first, second)]
@@ -274,18 +276,18 @@ def differing(first: Record, second: Record) -> list[str]:
 
 @of_others
 def add(folders: list[Path], results: Path, name: str = "") -> Path:
-    """Write the runs in ``folders`` to results/<name>.parquet, which must be new.  -> the file
+    """Write the runs in ``folders`` to results/<name>.parquet, which must be new, and return that file.
 
-    The name is that of the only run by default. InputError, and nothing is written, for a run that may not become a
-    record (`read_run`), and for one that contradicts another record (`clash`).
+    By default the name is that of the only run. Raises InputError, and writes nothing, if a run cannot become a record
+    (`read_run`) or contradicts another record (`clash`).
     """
     runs = [read_run(folder) for folder in folders]
     name = name or (runs[0].record.id if len(runs) == 1 else "")
     target = results / f"{name}.parquet"
     if not re.fullmatch(ID, name):
-        raise InputError(f"--id: found {name!r}; needed: a name for {len(runs)} runs: letters, digits, . _ and -")
+        raise InputError(f"--id: {name!r} cannot be used; give a name for {len(runs)} runs: letters, digits, . _ and -")
     if target.exists():
-        raise InputError(f"{target}: exists; records are never replaced; needed: another name (--id)")
+        raise InputError(f"{target}: already exists, and records are never replaced; give another name (--id)")
     there = list(records_of(load(results)).values()) if files(results) else []
     for run in runs:
         if fault := clash(run.record, there):
@@ -296,12 +298,12 @@ def add(folders: list[Path], results: Path, name: str = "") -> Path:
 
 
 def _stored(value: Any) -> Any:
-    """A value of a column: lists and mappings as JSON texts."""
+    """Return the value for a column, with lists and mappings as JSON texts."""
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def write_table(target: Path, runs: list[Run]) -> None:
-    """The parquet file of these runs."""
+    """Write the parquet file of these runs."""
     import pyarrow
     from pyarrow import parquet
 
@@ -324,9 +326,9 @@ def write_table(target: Path, runs: list[Run]) -> None:
 
 @of_others
 def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
-    """The files of the tiny model from which the run started; None if they are not kept.
+    """Return the files of the tiny model from which the run started, or None if they were not kept.
 
-    Another processor makes other last bits in its supervised steps, so a repeat elsewhere needs them.
+    The supervised steps give slightly different weights on another processor, so a repeat elsewhere needs the files.
     """
     import pandas
 
@@ -339,10 +341,13 @@ def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
 
 
 def restore_weights(results: Path, record: Record, folder: Path) -> None:
-    """Write the model from which the run started to ``folder``; InputError if it was not kept, or if it is there."""
+    """Write the model from which the run started to ``folder``.
+
+    Raises InputError if the model was not kept, or if ``folder`` already exists.
+    """
     contents = start_weights(results, record)
     if contents is None:
-        raise InputError(f"{results}: the model from which {record.id} started is not kept")
+        raise InputError(f"{results}: the model from which {record.id} started was not kept")
     with whole_folder(folder) as aside:
         for name, content in contents.items():
             (aside / Path(name).name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The command line of train_grpo.py, its exit codes, and the lines that an error prints."""
+"""The command line of train_grpo.py, its exit codes, and the lines that it prints for an error."""
 
 import functools
 import traceback
@@ -15,10 +15,10 @@ from runlog import trackers
 
 
 def read(arguments: list[str], manual: str) -> Config | None:
-    """Return the configuration to train, or None after `--check`, which prints its answer."""
+    """Return the configuration to train, or None after `--check`, which prints its result."""
     parser = command_line("train_grpo.py", manual)
-    parser.add_argument("--check", action="store_true", help="check the input and stop")
-    parser.add_argument("--ranks", type=int, help="with --check: the number of ranks of the run")
+    parser.add_argument("--check", action="store_true", help="check the input, print the result and stop")
+    parser.add_argument("--ranks", type=int, help="with --check: the number of ranks that the run will have")
     args = parser.parse_intermixed_args(arguments)
     rank = parallel_setup.check_launch()
     cfg, notes = resolve_config(args.config, args.overrides)
@@ -26,20 +26,22 @@ def read(arguments: list[str], manual: str) -> Config | None:
         print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
         trackers.refuse_missing(cfg.train.trackers)
     if args.ranks is not None and not (args.check and 1 <= args.ranks <= MOST_RANKS):
-        raise InputError(f"--ranks: found {args.ranks}; needed: 1 or more, and --check: torchrun starts the ranks")
+        raise InputError(
+            f"--ranks: {args.ranks} cannot be used; give 1 or more, together with --check (torchrun starts ranks)"
+        )
     if not args.check:
         return cfg
     answer = input_check.report(cfg, args.ranks or parallel_setup.launched_world_size())
-    doctor.quick(cfg)  # after everything that would end the command
+    doctor.quick(cfg)  # after everything that could end the command
     print(answer, flush=True)
     return None
 
 
 def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Return ``main`` with the exit codes of a training.
+    """Return ``main`` with the exit codes of a training run.
 
-    It ends with 2, after one line, for input that cannot be used; with 3 after the message of a tripwire; with 1 for
-    any other error. A rank that stands still ends itself with 4, and a signal ends it with 128 + its number
+    It ends with 2, after one line, for unusable input, with 3 after the message of a tripwire, and with 1 for any other
+    error. A rank that makes no progress ends itself with 4, and a signal ends it with 128 + its number
     (runlog/progress.py).
     """
 
@@ -51,13 +53,15 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         except (InputError, Tripped):  # one line, which `command` prints
             raise
         except Exception as error:
-            if of_the_user(error):  # after the input was read, perhaps a library's own file: its traceback says so
+            if of_the_user(error):  # after reading the input, it may be a library's file, which the traceback shows
                 passed = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 cause = "" if read.__code__ in passed else traceback.format_exc()
                 report(f"{cause}error: {one_line(error)}")
                 return InputError.exit_code
             lost = lost_others(error)
-            hint = "perhaps another rank ended, and its message says why; the traceback of this one:\n" if lost else ""
+            hint = (
+                "another rank may have ended, and its message says why; the traceback of this rank:\n" if lost else ""
+            )
             report(hint + traceback.format_exc(), late=lost)
             return 1
 
@@ -65,9 +69,9 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def lost_others(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective, so that perhaps another rank has ended.
+    """Return whether ``error`` comes from a collective, so that another rank may have ended.
 
-    gloo and HCCL raise a plain RuntimeError, each in other words, so only the position where it was raised shows this.
+    gloo and HCCL raise a plain RuntimeError with different texts, so only the place where it was raised shows this.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith("torch.distributed")

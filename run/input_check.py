@@ -1,6 +1,6 @@
-"""The checks before a start: everything that a run reads except its weights, and what `--check` prints about it.
+"""The checks before a start: everything that a run reads except its weights, and the result that `--check` prints.
 
-InputError for input with which the run could not work.
+They raise InputError for input with which the run could not work.
 """
 
 import contextlib
@@ -32,45 +32,46 @@ from tasks.environment import Environment, Waiting
 from tasks.scoring import Call, Score, Scorer
 from weights import checkpoint, huggingface, teacher, tiny_model
 
-SCORED_TWICE = 8  # training questions whose answers a user's reward scores twice
-ASKED_TWICE = 4  # training questions about whose answers a user's environment is asked twice
+SCORED_TWICE = 8  # number of training questions whose answers a user's reward scores twice
+ASKED_TWICE = 4  # number of training questions whose answers a user's environment gets twice
 
 
 class Inputs(NamedTuple):
-    """What was read for the checks, and is used by the run."""
+    """The input that the checks have read and the run will use."""
 
     arch: Architecture
     tokenizer: Any  # of transformers
-    stop_tokens: set[int]  # they end a completion
+    stop_tokens: set[int]  # the tokens that end a completion
     questions: Questions
-    held_out: dict[str, Questions]  # those of data.test_path under "", and those of eval.sets
+    held_out: dict[str, Questions]  # the questions of data.test_path under "", and of eval.sets
     scorer: Scorer
     environment: Environment | None  # of rollout.environment
 
     @property
     def pad_token(self) -> int:
-        """The token that fills rows up."""
+        """The token that pads rows."""
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     @property
     def parts(self) -> list[tuple[str, Questions]]:
-        """The training questions and each set of held-out ones, with a name for a reader."""
+        """The training questions and each set of held-out questions, with names for a reader."""
         return [("train", self.questions), *((name or "held out", part) for name, part in self.held_out.items())]
 
     @property
     def probe(self) -> list[int]:
-        """The prompt on which engine and trainer are compared."""
+        """The prompt for comparisons between engine and trainer."""
         return self.held_out[""][0].prompt
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
-        """As rollout.score_completions, with the tokenizer and the reward of the run."""
+        """Score completions as rollout.score_completions does, with the tokenizer and the reward of the run."""
         return rollout.score_completions(answers, self.tokenizer, self.scorer)
 
 
 def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Architecture:
-    """The architecture of the model, after the checks of everything but the files of the model and of the questions.
+    """Check everything except the files of the model and of the questions, and return the model's architecture.
 
-    InputError for anything that cannot work. Without ``with_device`` neither the device nor the engine on it is judged.
+    Raises InputError for anything that cannot work. Without ``with_device``, neither the device nor the engine on it is
+    checked.
     """
     if with_device:
         devices.resolve(cfg.device)
@@ -83,17 +84,17 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
         arch = hf_config.read(cfg.model.path)
     refuse_first(problems(cfg, arch, ranks))
     if cfg.loss.teacher:
-        for _ in teacher.read(cfg, arch):  # one module at a time, and nothing of it is kept
+        for _ in teacher.read(cfg, arch):  # one module at a time, and none is kept
             pass
     if with_device:
         factory.check_engine(cfg, arch, ranks)
     if cfg.aqn.schedule != "off":
-        aqn.norm_targets(arch, cfg.aqn.targets)  # InputError for a target that touches no norm
+        aqn.norm_targets(arch, cfg.aqn.targets)  # raises InputError for a target that matches no norm
     return arch
 
 
 def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, row_tokens: int) -> bool:
-    """Whether ``folder`` is for a tiny model that is not there yet. InputError if something else is there."""
+    """Return whether ``folder`` is for a tiny model that does not exist yet. Raises InputError for other content."""
     return tiny is not None and not tiny_model.exists(folder, tiny_model.recipe(tiny, data, row_tokens))
 
 
@@ -104,10 +105,10 @@ def read_inputs(
     beat: Callable[..., None] = lambda done="": None,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Inputs:
-    """The tokenizer and the questions with their prompts; no weight is read. ``beat`` is called after each prompt.
+    """Read the tokenizer and the questions with their prompts, but no weight. Calls ``beat`` after each prompt.
 
-    InputError for a file that cannot be used, for too few questions, for a held-out question among those of the
-    training, and for an environment that cannot be used. ``waiting``: see tasks/environment.py.
+    Raises InputError for an unusable file or environment, for too few questions, and for a held-out question that is
+    also a training question. For ``waiting`` see tasks/environment.py.
     """
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
@@ -128,8 +129,8 @@ def read_inputs(
         if shared and cfg.checks.stops("held_out"):
             key = f"eval.sets.{name}" if name else "data.test_path"
             raise InputError(
-                f"data: {len(shared)} held-out questions of {key} are training questions as well, for example "
-                f"{min(shared)[:60]!r}; needed: none, or held_out in checks.warn"
+                f"data: {len(shared)} held-out questions of {key} are also training questions, for example "
+                f"{min(shared)[:60]!r}; remove them, or list held_out in checks.warn"
             )
     stop_tokens = data_gsm8k.stop_token_ids(cfg.model.path, tokenizer)
     prompts = (question.prompt for part in (questions, *held_out.values()) for question in part)
@@ -137,7 +138,7 @@ def read_inputs(
     if largest >= arch.vocab_size:
         raise InputError(
             f"model.path: prompts or stop tokens of {cfg.model.path} use token {largest}, beyond its vocabulary of "
-            f"{arch.vocab_size}; needed: the model's own tokenizer and generation_config.json"
+            f"{arch.vocab_size}; use the tokenizer and generation_config.json that belong to the model"
         )
     environment = data_gsm8k.open_environment(cfg.data, cfg.rollout, tokenizer, stop_tokens, scorer, waiting)
     if environment:
@@ -146,9 +147,9 @@ def read_inputs(
 
 
 def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
-    """InputError unless every gold answer is correct under the chosen reward: otherwise the advantages are noise.
+    """Raise InputError unless the reward scores every gold answer as correct. Otherwise the advantages would be noise.
 
-    A reward in processes of its own may be slow, so each rank checks its share of the answers.
+    A reward in separate processes may be slow, so each rank then checks its share of the answers.
     """
     if not reward.check_gold:
         return
@@ -162,42 +163,43 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
         wrong = [place for place, score in enumerate(scores) if not score.correct]
         if wrong:
             first_wrong = wrong[0]
-            rule = f"for base_acc an instruction that asks for {reward_gsm8k.BOX_FORM}"
+            rule = f"for base_acc, data.instruction must ask for {reward_gsm8k.BOX_FORM}"
             if reward.function:
-                rule = "a score alone is correct from 1.0 on; another scale returns (score, answer found, correct)"
+                rule = "a score of 1.0 or more counts as correct, or return (score, answer found, correct)"
             raise InputError(
-                f"{scorer.name} finds {len(wrong)} of {len(calls)} gold {kind} answers not correct, with the score "
-                f"{scores[first_wrong].reward:g} for {rows[first_wrong].question[:60]!r}, the first being "
-                f"{calls[first_wrong].completion[-60:]!r}; needed: a reward that fits the data's answers ({rule}), or "
+                f"{scorer.name} scores {len(wrong)} of {len(calls)} gold {kind} answers as wrong, the first with "
+                f"{scores[first_wrong].reward:g}: {calls[first_wrong].completion[-60:]!r}, the answer to "
+                f"{rows[first_wrong].question[:60]!r}; use a reward that fits the data's answers ({rule}), or set "
                 "reward.check_gold=false"
             )
 
 
 def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
-    """InputError unless the user's functions repeat themselves and treat all rows alike.
+    """Raise InputError unless the user's functions are reproducible and treat all rows alike.
 
-    Whether they reward the right thing cannot be judged here.
+    This cannot show whether they reward the right thing.
     """
     if reward.function:
         rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
         calls = [Call(row.answer, row.gold, row.columns) for row in rows]
         if scorer(calls) != scorer(calls[::-1])[::-1]:
             raise InputError(
-                f"reward.function: {reward.function} scores an answer differently in two calls; needed: a score "
-                "that depends on its arguments alone"
+                f"reward.function: {reward.function} scores an answer differently in two calls; return a score "
+                "that depends only on its arguments"
             )
     functions.compare_orders(loss)
 
 
 def check_environment(environment: Environment, questions: Sequence[Question], arch: Architecture) -> None:
-    """InputError unless the user's environment repeats itself, and its tokens are in the model's vocabulary.
+    """Raise InputError unless the user's environment is reproducible and its tokens are in the model's vocabulary.
 
-    It is asked about the data's answers: each to the first of every text of rollout.stop in it, and the whole one.
+    The environment gets the data's answers: each one up to the first occurrence of every text in rollout.stop, and the
+    whole answer.
     """
     if (size := len(environment.tokenizer)) > arch.vocab_size:
         raise InputError(
-            f"rollout.environment: the tokenizer has {size} tokens, the model {arch.vocab_size}; needed: a tokenizer "
-            "that gives no other tokens than the model has"
+            f"rollout.environment: the tokenizer has {size} tokens, but the model has {arch.vocab_size}; use a "
+            "tokenizer that gives no other tokens"
         )
     ends, calls = list(environment.stops), []
     if environment.template.end is not None:
@@ -207,28 +209,28 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
             calls.append(([one.answer.partition(end)[0] + end], one.columns))
     if environment.answers(calls) != environment.answers(calls[::-1])[::-1]:
         raise InputError(
-            f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; needed: "
-            "an answer that depends on its arguments alone"
+            f"rollout.environment: {environment.rollout.environment} answers a turn differently in two calls; return "
+            "an answer that depends only on its arguments"
         )
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
-    """A completion that the reward should score as correct: the data's answer in the form that reward.method reads."""
+    """Return a completion that the reward should score as correct: the answer in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
     asks_for_box = reward_gsm8k.BOXED in instruction
     return answer if reward.function else reward_gsm8k.in_form(answer, reward.method, asks_for_box)
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """What a start would do, in lines; nothing is made. InputError for input with which a start would end.
+    """Describe a start in lines, without creating anything. Raises InputError for input with which it would end.
 
-    A configuration may be meant for a device that this machine lacks: a line says so, and the rest is judged.
+    If the configuration needs a device that this machine lacks, a line says so, and the rest is checked.
     """
     elsewhere = making = ""
     try:
         devices.resolve(cfg.device)
     except InputError as error:
-        elsewhere = f"not judged: the device and the engine on it ({error})\n"
+        elsewhere = f"not checked: the device and the engine on it ({error})\n"
     scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)
     with contextlib.closing(scorer), tempfile.TemporaryDirectory() as temporary:
         arch = check_settings(cfg, ranks, with_device=not elsewhere)
@@ -236,7 +238,7 @@ def report(cfg: Config, ranks: int) -> str:
         check_functions(cfg.reward, cfg.loss, cfg.data, scorer)
         model = cfg.model.path
         if is_to_be_made(Path(cfg.model.path), cfg.tiny_model, cfg.data, cfg.row_tokens):
-            making = f"model: {model} is not there; a start makes a tiny model: {cfg.tiny_model}\n"
+            making = f"model: {model} does not exist; a start creates a tiny model: {cfg.tiny_model}\n"
             model = temporary
             config = tiny_model.recipe(cfg.tiny_model, cfg.data, cfg.row_tokens)["config"]
             tiny_model.write_random_model(Path(model), cfg.tiny_model, cfg.data, config)
@@ -259,24 +261,24 @@ def report(cfg: Config, ranks: int) -> str:
         f"{making}{introduction(cfg, ranks, inputs)}\n"
         f"the first prompt of step {step + 1}, as the model sees it ({len(first.prompt)} tokens):\n"
         f"{textwrap.indent(prompt, '    ')}\n"
-        f"a right answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
+        f"a correct answer, in the form that the reward reads:\n{textwrap.indent(answer, '    ')}\n"
         f"{inputs.environment.shown() if inputs.environment else ''}"
         f"{elsewhere}a start {start}; the input is usable"
     )
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """InputError unless ``folder`` is a folder that can be written, or can be made. Nothing is made here."""
+    """Raise InputError unless ``folder`` is writable or can be created. This creates nothing."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{key}: {folder}: {nearest} is not a folder that can be written; needed: one that can")
+        raise InputError(f"{key}: {folder}: {nearest} is not a writable folder; choose one that is")
 
 
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
-    """The checkpoint that train.resume asks for, its checksums verified; None for a new run.
+    """Return the checkpoint for train.resume, with verified checksums, or None for a new run.
 
-    InputError if the named run has no good checkpoint or another configuration, or if the files of the model, the
-    tokenizer or the data have changed since the run was started. ``beat`` is called while these files are read.
+    Raises InputError if the named run has no good checkpoint or another configuration, or if the files of the model,
+    the tokenizer or the data have changed since the run was started. Calls ``beat`` while it reads these files.
     """
     if cfg.train.resume == "never":
         return None
@@ -289,21 +291,21 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
         return None
     if saved is None:
         raise InputError(
-            f"train.resume: {cfg.train.resume} holds no usable checkpoint; needed: auto, never, or a run's folder"
+            f"train.resume: {cfg.train.resume} has no usable checkpoint; give auto, never, or the folder of a run"
         )
     checkpoint.check_resume(saved, config)
     changed = run_record.changed_inputs(saved.run_dir, run_record.input_files(cfg), Path(cfg.model.path), beat)
     for line in run_record.refuse_changed_inputs(
         changed,
         accept=cfg.train.changed_inputs == "accept",
-        how="train.resume=never for a new run, or train.changed_inputs=accept to go on",
+        how="start a new run with train.resume=never, or continue with train.changed_inputs=accept",
     ):
         print(f"note: train.changed_inputs: accepted: {line}", flush=True)
     return saved
 
 
 def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
-    """What is printed before the first step: layout, data, and the batch arithmetic."""
+    """Return the text to print before the first step: layout, data, and batch arithmetic."""
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
     tensor, expert = cfg.parallel.tensor, cfg.parallel.expert
@@ -320,26 +322,28 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
     )
     if unread := huggingface.unread_weights(Path(cfg.model.path)):
-        lines.append(f"note: not read, because only safetensors are: {', '.join(unread)} in {cfg.model.path}")
+        lines.append(
+            f"note: only safetensors files are read, so these are not: {', '.join(unread)} in {cfg.model.path}"
+        )
     if cfg.loss.teacher:
         lines.append(teacher.describe(cfg.loss.teacher))
     return "\n".join(lines + unread_forms(cfg.reward, cfg.data.instruction, inputs))
 
 
 def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
-    """Return a warning if questions of two parts differ only in what a reader hardly sees, such as case or width."""
+    """Return a warning if questions of two parts differ only in case, width or invisible characters."""
     pairs = question_files.alike(first, second)
     if not pairs:
         return []
     one, other = (text[:60] for text in pairs[0])
     return [
-        f"warning: {name}: {len(pairs)} questions are like another one but for case, width or invisible characters, "
+        f"warning: {name}: {len(pairs)} questions differ from another one only in case, width or invisible characters, "
         f"for example {one!r} and {other!r}; all are kept"
     ]
 
 
 def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list[str]:
-    """A warning for each form of answers that most prompts ask for and that reward.method does not read."""
+    """Return a warning for each answer form that most prompts ask for but reward.method does not read."""
     if reward.function:
         return []
     texts = {"data.instruction": [instruction]}
@@ -352,13 +356,13 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
             if 2 * asking > len(of_part) and reward.method not in readers:
                 warnings.append(
                     f"warning: {name} asks for {form!r} and stays in the prompt; reward.method={reward.method} "
-                    f"does not read that form, reward.method={readers[0]} does"
+                    f"does not read that form, but reward.method={readers[0]} does"
                 )
     return warnings
 
 
 def texts(settings: str, inputs: Inputs) -> dict[str, str]:
-    """What all ranks must have read alike, each from the files of its own node."""
+    """Return the texts that must be equal on all ranks, because each rank reads the files of its node."""
     return {
         "the configuration": settings,
         "config.json of model.path": repr(inputs.arch),

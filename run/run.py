@@ -1,4 +1,4 @@
-"""The record of a run: its folder and checkpoints, what it logs, and the checks that end it if it is silently wrong."""
+"""The record of a run: its folder, checkpoints and logs, and the checks that end it if it is silently wrong."""
 
 import functools
 import gzip
@@ -36,19 +36,19 @@ from weights import checkpoint, teacher
 
 
 class Run:
-    """A run, which begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
+    """A run that begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
-        """Open the folder of a new run, or of the checkpoint from which this one continues. Collective."""
+        """Open the folder of a new run, or the folder of the run that this one continues. Collective."""
         cfg, log, heartbeat = self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
-        self.profiler: Any = None  # of the step that is profiled now
-        self.peak: tuple[float, str] | tuple[()] = ()  # of device memory in any step, GiB and phase; () on a CPU
+        self.profiler: Any = None  # the profiler of the current step, if the step is profiled
+        self.peak: tuple[float, str] | tuple[()] = ()  # peak of the device memory in GiB, and its phase; () on a CPU
         with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
             parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
         self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # until restore
         self.first_step = saved.step if saved else 0  # > 0 after a resume
-        # Rank 0 alone reads the model's files for their checksums.
+        # Only rank 0 reads the model's files for their checksums.
         read = run_record.inputs(run_record.input_files(cfg), heartbeat.beat) if parallel.rank == 0 else {}
         if cfg.loss.teacher:
             check_teacher(cfg.loss.teacher, parallel, heartbeat, read)
@@ -63,18 +63,18 @@ class Run:
         self.tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
 
     def restore(self, learner: Learner) -> None:
-        """Give ``learner`` the state of the checkpoint, if there is one, and check that all ranks have the same."""
+        """Give ``learner`` the state of the checkpoint, if there is one, and check that all ranks have equal states."""
         self.heartbeat.beat("loading the base weights")
         if self.saved:
             learner.restore(self.saved.tensors, self.saved.state)
             self.tripwires.state(self.first_step, functools.partial(learner.not_saved, self.saved))
-            self.saved = None  # closes its files: a checkpoint that is removed must give its space back
+            self.saved = None  # closes its files, so that removing the checkpoint frees the space
         self.tripwires.state(self.first_step, lambda: learner.policy.unequal(frozen=True))
 
     def introduce(self, learner: Learner, push: Push) -> None:
         """Print the layout, the data and the trained modules, and the folder of the run.
 
-        With rollout.expert_parallel, first raise Tripped unless the first push has reached the engine. Collective.
+        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. Collective.
         """
         parallel = self.parallel
         self.heartbeat.beat("the first push of the whole model")
@@ -85,11 +85,11 @@ class Run:
 
     @functools.cached_property
     def not_for_training(self) -> frozenset[str]:
-        """The held-out questions of all sets, as they are compared."""
+        """The held-out questions of all sets, in the form in which questions are compared."""
         return frozenset(composed(one.question) for part in self.inputs.held_out.values() for one in part)
 
     def evaluate(self, engine: Engine, after_steps: int) -> None:
-        """Evaluate the policy after ``after_steps`` steps, which ``engine`` has, and log the result. Collective."""
+        """Evaluate the policy in ``engine`` after ``after_steps`` steps, and log the result. Collective."""
         cfg, inputs = self.cfg, self.inputs
         summary, outcomes, answers = evaluate.evaluate(
             engine,
@@ -109,20 +109,20 @@ class Run:
             self.log.say(f"{name or 'held-out'} accuracy after {after_steps} steps: {said}")
 
     def start_step(self, step: int) -> StepTimer:
-        """Start the timer of ``step``, which counts from 0, and a profiler if train.profile_steps has the step."""
+        """Start the timer of ``step`` (from 0), and a profiler if train.profile_steps contains the step."""
         if step + 1 in self.cfg.train.profile_steps:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
         if self.inputs.environment:
-            self.inputs.environment.seconds = 0.0  # an evaluation's are left
+            self.inputs.environment.seconds = 0.0  # the seconds of an evaluation may be left
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
-        """Raise Tripped for a push that has not changed. ``pushed`` has its metrics. Collective."""
+        """Raise Tripped if the push should have changed but did not. ``pushed`` has its metrics. Collective."""
         self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
 
     def check_rollout(self, step: int, sampled: Sampled) -> None:
-        """Raise Tripped for a question that the step must not ask."""
+        """Raise Tripped if the step asks a question that it must not ask."""
         asked = [composed(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
@@ -142,7 +142,7 @@ class Run:
         logged = self.cfg.train.questions_logged
         self.log.log_completions("step", step + 1, [row for row in rows if row["prompt"] < logged])
         self.log.log_rows("moe.jsonl", step + 1, [learner.router_load.by_layer])
-        peak = max(self.parallel.gather_objects(timer.peak()))  # of the fullest rank
+        peak = max(self.parallel.gather_objects(timer.peak()))  # the memory of the fullest rank
         self.peak = max(self.peak, peak)
         timing = timer.timing(sampled.num_tokens)
         if self.inputs.environment:
@@ -162,7 +162,7 @@ class Run:
         self.tripwires.state(step + 1, lambda: learner.policy.unequal(frozen=False))
 
     def end_step(self, step: int) -> None:
-        """Write the trace of this rank, if the step was profiled. Collective: rank 0 alone knows a new run's folder."""
+        """Write this rank's trace if the step was profiled. Collective: only rank 0 knows a new run's folder."""
         if self.profiler is None:
             return
         self.profiler.stop()
@@ -170,13 +170,13 @@ class Run:
         plain = folder / f"step-{step + 1}-rank-{self.parallel.rank}.json"
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(plain))  # torch_npu takes no other ending, torch also .json.gz
+            self.profiler.export_chrome_trace(str(plain))  # torch_npu accepts only this ending, torch also .json.gz
             plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
             plain.unlink()
         self.profiler = None
 
     def save(self, learner: Learner, after_steps: int) -> None:
-        """Write a checkpoint, if all ranks have the same weights and its files have those of the ranks. Collective."""
+        """Write a checkpoint, and check that all ranks and the files have the same weights. Collective."""
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
@@ -194,7 +194,7 @@ class Run:
         dist.barrier()
 
     def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of plan/utilisation.py for a step. For ``trained`` see Learner."""
+        """Return the metrics of plan/utilisation.py for a step. ``trained`` is Learner.trained."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         learned, device = [rows[sequence] for sequence in trained], self.parallel.device
@@ -208,26 +208,26 @@ class Run:
         if self.peak:
             gib, phase = self.peak
             self.log.say(f"device memory: at most {gib:.2f} GiB in {phase}")
-        summaries = self.log.evaluations()  # none on other ranks than 0
+        summaries = self.log.evaluations()  # only rank 0 has some
         result = evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else ""
         self.log.finish(result, self.tripwires.messages)
         if self.parallel.rank == 0:
             try:
                 curves.draw_curves(self.log.run_dir)
             except ModuleNotFoundError as error:
-                self.log.say(f"curves.png not drawn: {error}")
-            self.log.say(f"{(run := self.log.run_dir)}/curves.png; to read completions: python report.py show {run}")
+                self.log.say(f"curves.png was not drawn: {error}")
+            self.log.say(f"{(run := self.log.run_dir)}/curves.png; read completions with: python report.py show {run}")
 
 
 def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]:
-    """The largest memory of a step, and its phase, for timing.jsonl; {} if the device does not count its memory."""
+    """Return a step's memory peak and its phase for timing.jsonl, or {} if the device does not count its memory."""
     return {"perf/peak_device_gib": round(peak[0], 3), "perf/peak_device_phase": peak[1]} if peak else {}
 
 
 def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: dict[str, dict[str, str]]) -> None:
-    """Raise InputError unless every node has the same, undamaged files of loss.teacher, for the run's base. Collective.
+    """Raise InputError unless all nodes have equal, undamaged files of loss.teacher for the run's base. Collective.
 
-    ``inputs``: run_record.inputs, on rank 0. On every other node, the first rank reads the teacher for its checksums.
+    ``inputs`` is run_record.inputs, on rank 0. On every other node, the first rank reads the teacher for its checksums.
     """
     own = inputs.get("teacher")
     if own is None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -239,7 +239,7 @@ def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: 
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:
-    """The checkpoint to resume from, the same one on all ranks: rank 0 chooses, and every rank opens its files."""
+    """Return the same checkpoint to resume from on all ranks: rank 0 chooses it, and every rank opens its files."""
     found = checkpoint_to_resume(cfg, heartbeat.beat) if parallel.rank == 0 else None
     with heartbeat.waiting():
         path = parallel.gather_objects(found and found.path)[0]
@@ -248,5 +248,5 @@ def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> 
     # Rank 0 has verified the checksums on its node. On every other node, the first rank verifies them.
     saved = checkpoint.load(path, verified=parallel.rank == 0 or os.environ.get("LOCAL_RANK", "0") != "0")
     parallel_setup.refuse_unequal({f"{saved.path}/checksums.json": repr(saved.checksums)})
-    dist.barrier()  # rank 0 must not cut the run's files before all ranks have a checkpoint to go on from
+    dist.barrier()  # rank 0 must not shorten the run's files before all ranks have a checkpoint to continue from
     return saved

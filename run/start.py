@@ -23,17 +23,17 @@ from weights import tiny_model
 
 @dataclass
 class Start:
-    """What exists before the device is started, and the checks of the input, each at its time."""
+    """The parts of a run that exist before the device is started, and the checks of the input in their order."""
 
     cfg: Config
-    log: RunLog  # which has no folder yet, and only prints
+    log: RunLog  # it has no folder yet, so it only prints
     heartbeat: Heartbeat
     scorer: Scorer
 
     def check_settings(self) -> Architecture:
-        """Judge the settings, the reward and this machine, after the device has started.
+        """Check the settings, the reward and this machine after the device has started.
 
-        Returns the architecture of the model. Raises InputError, see run/input_check.py.
+        Returns the architecture of the model. Raises InputError as run/input_check.py does.
         """
         cfg = self.cfg
         self.heartbeat.beat("the start of the device")
@@ -44,24 +44,24 @@ class Start:
         return arch
 
     def make_tiny_model(self, device: torch.device) -> None:
-        """Make the model of cfg.tiny_model if it is asked for and absent. Collective over all ranks."""
+        """Create the model of cfg.tiny_model if it is requested and does not exist. Collective over all ranks."""
         cfg = self.cfg
         if cfg.tiny_model is not None:
             tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, self.heartbeat.beat)
 
     def read_inputs(self, arch: Architecture) -> Inputs:
-        """Read the tokenizer and the questions, after all ranks have met."""
+        """Read the tokenizer and the questions after all ranks have met."""
         self.heartbeat.beat("the meeting of all ranks")
         return input_check.read_inputs(self.cfg, arch, self.scorer, self.heartbeat.beat, self.heartbeat.waiting)
 
 
 @contextlib.contextmanager
 def started(cfg: Config) -> Iterator[Start]:
-    """Make a `Start` in this block, note the error that ends the run, and close what was opened."""
+    """Make a `Start` in this block, note the error that ends the run, and close all parts."""
     log = RunLog(cfg, parallel_setup.launched_rank())
     heartbeat = Heartbeat(cfg.train.stall_seconds, log)
     progress.end_on_signals(log.reached, log.note)
-    scorer = Scorer(cfg.reward, heartbeat.beat, cfg.rollout.environment)  # its processes begin before the device does
+    scorer = Scorer(cfg.reward, heartbeat.beat, cfg.rollout.environment)  # its processes start before the device
     try:
         yield Start(cfg, log, heartbeat, scorer)
     except Exception as error:

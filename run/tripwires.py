@@ -1,8 +1,8 @@
-"""Checks that hold in every step of a sound run, and that stop a run that is silently wrong.
+"""Checks that every step of a correct run passes, and that stop a run that is silently wrong.
 
 facts/checks.py names the checks and says when each of them fires. A failed check raises Tripped with a message of at
-most ten lines, which names the cause to look for. The lists `checks.warn` and `checks.off` of the configuration name
-the checks that only warn, or that are not made.
+most ten lines, which names the likely cause. The lists `checks.warn` and `checks.off` of the configuration name the
+checks that only warn, and the checks that are off.
 """
 
 import functools
@@ -36,19 +36,19 @@ from knobs import Config, Merging, RolloutConfig
 
 GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_the_first_steps
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
-MOST_WRONG = 1e-3  # share of an expert's sampled elements that may be rounded otherwise
+MOST_WRONG = 1e-3  # share of an expert's sampled elements that may be rounded differently
 REWARD_START = 0.02  # a mean reward below this cannot fall in a meaningful way
-ROUNDING = -1e-6  # rounding may make an estimate that cannot be negative as low as this
+ROUNDING = -1e-6  # rounding can lower an estimate that cannot be negative to this
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
 
 
 def wrong_merge(share: float) -> str:
-    """What is wrong where ``share`` is sync/experts_wrong (Policy.update_kept); "" if nothing is."""
+    """Describe the fault if ``share``, which is sync/experts_wrong (Policy.update_kept), is too large; otherwise ""."""
     if share <= MOST_WRONG:
         return ""
     return (
-        f"of an expert's sampled elements, {share:.2%} in the memory that sampler and trainer share are not "
-        f"W + (alpha / R) B A, at most {MOST_WRONG:.1%} expected"
+        f"{share:.2%} of an expert's sampled elements in the memory that sampler and trainer share are not "
+        f"W + (alpha / R) B A; at most {MOST_WRONG:.1%} is allowed"
     )
 
 
@@ -58,33 +58,33 @@ def teaches(kl: float, coef: float) -> bool:
 
 
 def truncated_steps(rollout: RolloutConfig) -> int:
-    """The number of steps that sample enough completions to judge how many are truncated."""
+    """Return the number of steps that sample enough completions to check how many are truncated."""
     return -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
 
 
 class Tripwires:
     """The checks on the metrics of every step.
 
-    Every rank must pass exactly the same numbers: then all ranks stop or none, and all call ``differing_layer``, which
-    is collective. After a resume, "the first steps" are the first ones of the new process.
+    Every rank must pass exactly the same numbers. Then all ranks stop or none does, and all ranks call
+    ``differing_layer``, which is collective. After a resume, "the first steps" are those of the new process.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None], earlier: Mapping[str, str] | None = None) -> None:
-        """``say`` prints. ``earlier``: the ``messages`` of the start that this one resumes."""
+        """Watch a run. ``say`` prints, and ``earlier`` has the ``messages`` of the start that this one resumes."""
         self.cfg, self.say = cfg, say
         self.warned: set[str] = set()
         self.messages = dict(earlier or {})  # the first warning of each check
         self.history: list[dict[str, float]] = []  # the metrics of every step that this process has seen
         self.rewards: set[float] = set()
-        self.gaps: list[float] = []  # nats a token, of every judged step
+        self.gaps: list[float] = []  # nats per token, of every checked step
         self.reported_gap = False
-        self.kl_zero: list[float] = []  # numbers of tokens of the last steps, in which the KL was exactly 0
+        self.kl_zero: list[float] = []  # numbers of tokens of the last steps if their KL was exactly 0
         self.identical_nats = 0.0
         self.questions: list[frozenset[str]] = []  # of the last steps
         self.checksums: list[float] = []  # of the last push
 
     def cannot_judge(self) -> dict[str, str]:
-        """The checks that this run cannot fail, whatever is wrong with it, each with the reason.  check -> reason"""
+        """Return the checks that this run can never fail, each with the reason."""
         cfg = self.cfg
         least_steps = {
             "truncated": truncated_steps(cfg.rollout),
@@ -101,7 +101,7 @@ class Tripwires:
                 cfg.rollout.temperature > TRUNCATED_TEMPERATURE,
                 f"rollout.temperature is above {TRUNCATED_TEMPERATURE}",
             ),
-            ("collapse", cfg.reward.permute, "reward.permute: with shuffled rewards both are expected"),
+            ("collapse", cfg.reward.permute, "reward.permute shuffles the rewards, so both are expected"),
             *(
                 (check, cfg.train.steps < least, f"train.steps is below {least}")
                 for check, least in least_steps.items()
@@ -110,13 +110,13 @@ class Tripwires:
         return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
 
     def trip(self, check: str, found: str, look_at: str) -> None:
-        """Raise Tripped for a failed check, or print a warning, once, or nothing, as the two lists say."""
+        """Raise Tripped for a failed check, or print a warning once, or do nothing, depending on the two lists."""
         if check in self.cannot_judge():
             return
         warn = self.cfg.checks.warn
         message = f"checks.{check}: {found}\n  look at: {look_at}"
         if check not in warn:
-            raise Tripped(f"{message}\n  to go on regardless: checks.warn=[{','.join((*warn, check))}]")
+            raise Tripped(f"{message}\n  to continue anyway, set checks.warn=[{','.join((*warn, check))}]")
         if check not in self.warned:
             self.warned.add(check)
             self._warn(check, f"{found}\n  look at: {look_at}")
@@ -128,45 +128,47 @@ class Tripwires:
     # -------------------------------------------------------------------------------- before a step
 
     def state(self, step: int, find: Callable[[], str]) -> None:
-        """Check that ranks are in the same state after ``step`` steps. ``find`` says where not; "" if nowhere.
+        """Check that all ranks have the same state after ``step`` steps.
 
-        It is not called if the check is off. See Policy.unequal.
+        ``find`` returns the differences, or "" if there are none. It is not called if the check is off. See
+        Policy.unequal.
         """
         if "state" not in self.cfg.checks.off and (differing := find()):
             self.trip(
                 "state",
                 f"after {step} steps: {differing}",
-                "what restores and synchronises them (learner.py, parallel_setup.sync_gradients_, huggingface.load)",
+                "how they are restored and synchronised (learner.py, parallel_setup.sync_gradients_, huggingface.load)",
             )
 
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
-        """Check that an update with a gradient has changed what is pushed to the sampler, and that it is W + s B A.
+        """Check that an update with a gradient has changed the pushed tensors, and that they are W + s B A.
 
-        ``checksums``: of what each rank has pushed for ``step``; ``metrics``: of this push.
+        ``checksums`` has a checksum per rank of the tensors that it pushed for ``step``. ``metrics`` belongs to the
+        same push.
         """
         if wrong := wrong_merge(metrics.get("sync/experts_wrong", 0.0)):
             self.trip(
                 "adapters",
                 f"step {step + 1}: {wrong}",
-                "lora_megatron.LoRAGroupedLinear.weight, and what else writes there (weight_sync.py, the engine)",
+                "lora_megatron.LoRAGroupedLinear.weight, and other code that writes there (weight_sync.py, the engine)",
             )
         before, self.checksums = self.checksums, checksums
         stuck = [rank for rank, pair in enumerate(zip(before, checksums, strict=False)) if pair[0] == pair[1]]
-        since = len(self.history) - 1 - self.cfg.rollout.staleness  # the step that this push brings for the first time
+        since = len(self.history) - 1 - self.cfg.rollout.staleness  # the latest step whose update is in this push
         norm = self.history[since]["actor/grad_norm"] if since >= 0 else 0.0
         if stuck and norm:
             ranks = "" if len(stuck) == len(checksums) else f" on rank {', '.join(map(str, stuck))}"
             self.trip(
                 "adapters",
                 f"step {step + 1}: the update of step {since + 1} had a gradient norm of {norm:.3g}, but the tensors "
-                f"pushed to the sampler{ranks} are the ones of before",
-                "the merge of the adapters (huggingface.export); in bf16 also whether optim.lr can move the weights",
+                f"pushed to the sampler{ranks} are the same as before",
+                "how the adapters are merged (huggingface.export); in bf16 also whether optim.lr can move the weights",
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
-        """Check the questions of ``step``, which come from ``num_questions``; ``held_out`` must not be among them.
+        """Check the questions of ``step``, drawn from ``num_questions``. No question of ``held_out`` may be among them.
 
-        The first ones are the ordinary questions of the step, the others those of dynamic sampling.
+        The ordinary questions of the step come first, followed by those of dynamic sampling.
         """
         if leaked := held_out.intersection(asked):
             self.trip(
@@ -180,8 +182,8 @@ class Tripwires:
         if same and num_questions >= 2 * prompts:
             self.trip(
                 "sampling",
-                f"step {step + 1}: the same {prompts} of {num_questions} questions for the {STUCK_STEPS}rd time",
-                "data_gsm8k.Questions.pick, and the step that it is given",
+                f"step {step + 1} asks the same {prompts} of {num_questions} questions for the {STUCK_STEPS}rd time",
+                "data_gsm8k.Questions.pick, and the step that it gets",
             )
 
     # -------------------------------------------------------------------------------- after a step
@@ -193,7 +195,7 @@ class Tripwires:
         rewards: tuple[float, float],
         differing_layer: Callable[[float], str],
     ) -> None:
-        """Check the metrics of ``step`` (from 0). ``rewards``: its smallest and its largest reward.
+        """Check the metrics of ``step`` (from 0). ``rewards`` are its smallest and its largest reward.
 
         ``differing_layer(bound)`` names the layer in which sampler and trainer differ.
         """
@@ -201,7 +203,9 @@ class Tripwires:
         self.rewards.update(rewards)
         broken = [key for key, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            raise Tripped(f"step {step + 1}: {', '.join(broken)} not finite\n  look at: optim.lr, and the data")
+            raise Tripped(
+                f"step {step + 1}: these metrics are not finite: {', '.join(broken)}\n  look at: optim.lr, and the data"
+            )
         when = f"step {step + 1}"
         for judge in (
             self._answers,
@@ -215,43 +219,43 @@ class Tripwires:
             judge(when, metrics)
 
     def reference(self, step: int, gap: float | None) -> None:
-        """Check the reference pass of the first update of a start or resume that trained a token, after ``step``.
+        """Check the reference pass of the first update that trained a token since the start or resume, after ``step``.
 
-        ``gap``: Learner.reference_gap. Dequantised experts, and merged ones in the memory of an engine with a model of
-        its own, may lie in memory in another order than those on the other side, and some kernels round otherwise then.
+        ``gap`` is Learner.reference_gap. Experts that are dequantised, or merged in the memory of an engine with a
+        separate model, may have another memory order than in the reference pass. Some kernels then round differently.
         """
         other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine != "torch"
         most = KERNEL_GAP if self.cfg.merging >= Merging.PASSES and other_order else 0.0
         if gap is not None and not gap <= most:
             self.trip(
                 "reference_kl",
-                f"step {step + 1}: before the first update, reference and policy without the LoRA update differ by "
-                f"{gap:.2g} nats a token, at most {most:g} expected",
-                "whether new adapters start at 0, and the reference is the same model with its adapters off and with "
-                "the routes of the update",
+                f"step {step + 1}: before the first update, the log-probs of the reference and of the policy without "
+                f"the LoRA update differ by {gap:.2g} nats per token; at most {most:g} is allowed",
+                "whether new adapters start at 0, and whether the reference is the same model with its adapters off "
+                "and with the routes of the update",
             )
 
     def _column(self, key: str, default: float = math.nan) -> list[float]:
-        """The values of one metric in all steps so far."""
+        """Return the values of one metric in all steps so far."""
         return [metrics.get(key, default) for metrics in self.history]
 
     def _answers(self, when: str, metrics: dict[str, float]) -> None:
         if len(self.history) == CONSTANT_STEPS and len(self.rewards) == 1:
             self.trip(
                 "reward_constant",
-                f"every reward of {len(self.history)} steps is {min(self.rewards):g}: all advantages are 0 and nothing "
-                "is learned",
-                "report.py show RUN, against reward.method and data.instruction",
+                f"every reward of {len(self.history)} steps is {min(self.rewards):g}, so all advantages are 0 and "
+                "nothing is learned",
+                "the completions (report.py show RUN), compared with reward.method and data.instruction",
             )
         if metrics["reward/unparsable_frac"] > UNPARSABLE_SHARE:
             self.trip(
                 "unparsable",
-                f"{when}: {metrics['reward/unparsable_frac']:.1%} of the completions hold no answer",
+                f"{when}: {metrics['reward/unparsable_frac']:.1%} of the completions contain no answer",
                 "the prompt's form (data.instruction, chat template) and rollout.max_new_tokens",
             )
 
     def _truncated(self, when: str, metrics: dict[str, float]) -> None:
-        """Whether most completions are truncated, over as many steps as have 256 of them; fewer may be chance."""
+        """Check whether most completions are truncated, over enough steps for 256 of them. Fewer may be chance."""
         rollout, steps = self.cfg.rollout, truncated_steps(self.cfg.rollout)
         if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:  # then "sampling" is silent, too
             return
@@ -260,19 +264,19 @@ class Tripwires:
         if share == 1 and rollout.max_new_tokens >= SHORTEST:
             self.trip(
                 "sampling",
-                f"{where}: not one completion ended by itself within {rollout.max_new_tokens} tokens",
+                f"{where}: no completion ended by itself within {rollout.max_new_tokens} tokens",
                 "the end tokens of the tokenizer and of generation_config.json; rollout.max_new_tokens",
             )
         if share > TRUNCATED_SHARE:
             self.trip(
                 "truncated",
                 f"{where}: {share:.1%} of the completions are cut off at {rollout.max_new_tokens} tokens",
-                "report.py show RUN; a larger rollout.max_new_tokens; a hybrid model thinks unless "
-                "data.chat_template_kwargs={enable_thinking: false}",
+                "the completions (report.py show RUN); rollout.max_new_tokens, which may be too small; a hybrid model "
+                "thinks unless data.chat_template_kwargs={enable_thinking: false}",
             )
 
     def _identical(self, when: str, metrics: dict[str, float]) -> None:
-        """Whether completions of a group differ, as the entropy of the policy requires.
+        """Check whether the completions of a group differ, as the entropy of the policy requires.
 
         Two completions are equal by chance with a probability of about e^-(entropy x length). The exponents of all
         groups are summed over consecutive steps in which all groups are identical.
@@ -286,63 +290,64 @@ class Tripwires:
         if self.identical_nats > IDENTICAL_NATS:
             self.trip(
                 "sampling",
-                f"{when}: all completions of every group are equal, a chance of e^-{self.identical_nats:.0f}",
-                "the engine's seeds of the samples of one prompt",
+                f"{when}: in every group all completions are equal, by chance only with a probability of "
+                f"e^-{self.identical_nats:.0f}",
+                "the seeds that the engine uses for the samples of one prompt",
             )
 
     def _agreement(self, differing_layer: Callable[[float], str], when: str, metrics: dict[str, float]) -> None:
-        """Whether sampler and trainer agree, and whether the sampler takes the noise."""
+        """Check whether sampler and trainer agree, and whether the sampler uses the noise."""
         noisy = metrics.get("aqn/sigma", 0) > 0
         if noisy and metrics["aqn/probe_shift"] == 0:
             self.trip(
                 "noise",
-                f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt is "
-                "to the last bit what it was before the noise",
-                "aqn.sigma_end: rounding left none of this noise"
+                f"{when}: sigma is {metrics['aqn/sigma']:g} but the sampler's log-prob on the probe prompt "
+                "is bit-identical to the one before the noise",
+                "aqn.sigma_end: rounding has removed all of this noise"
                 if metrics.get("aqn/changed_elements") == 0
-                else "whether the engine takes pushed norms (aqn.targets, the engine's load_weights)",
+                else "whether the engine uses the pushed norms (aqn.targets, the engine's load_weights)",
             )
         if "logp_gap" in (*self.cfg.checks.off, *self.warned):
             return
         bound = self.cfg.largest_gap
-        # The completions of a sampler with noise cannot show the gap. It is absent if no row was trained.
+        # With noise, the completions cannot show the gap. Without a trained row, the metric is absent.
         gap = metrics["aqn/probe_gap"] if noisy else metrics.get("rollout/logp_gap_mean", 0.0)
         self.gaps.append(gap)
         if not self.reported_gap and self._far_above_the_first_steps(bound):
             self.reported_gap = True
             self._warn(
                 "logp_gap",
-                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, "
-                f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps;\n"
-                f"  with the weights pushed once more, {differing_layer(bound * GAP_FLOOR)}",
+                f"{when}: the log-probs of sampler and trainer differ by {gap:.2g} nats per token on average, "
+                f"after {median(self.gaps[:GAP_START]):.2g} in this run's first {GAP_START} steps\n"
+                f"  after another push of the weights, {differing_layer(bound * GAP_FLOOR)}",
             )
         if not gap <= bound:
             self.trip(
                 "logp_gap",
-                f"{when}: sampler and trainer differ by {gap:.2g} nats a token, at most {bound:g} expected;\n"
-                f"  with the weights pushed once more, {differing_layer(bound)}",
-                "that layer's tensors in what is pushed (weight_sync.py, huggingface.export), and how it is computed",
+                f"{when}: the log-probs of sampler and trainer differ by {gap:.2g} nats per token on average; at most "
+                f"{bound:g} is allowed\n  after another push of the weights, {differing_layer(bound)}",
+                "how this layer's tensors are pushed (weight_sync.py, huggingface.export) and how it is computed",
             )
 
     def _far_above_the_first_steps(self, bound: float) -> bool:
-        """Whether the gaps of the last three steps are more than 10 x the median of the first ten steps.
+        """Return whether the gaps of the last three steps all exceed 10 x the median of the first ten steps.
 
-        Gaps below a tenth of the bound do not count. One step alone proves nothing: a token for which two experts are
-        almost equal can differ by a nat in a sound run, which adds 3e-4 to a mean of otherwise 3e-7.
+        Gaps below a tenth of the bound do not count. A single step proves nothing: if two experts are almost equal for
+        a token, it can differ by a nat in a correct run, which adds 3e-4 to a mean that is otherwise 3e-7.
         """
         first, last = self.gaps[:GAP_START], self.gaps[GAP_START:][-GAP_STEPS:]
         usual = max(GAP_FACTOR * median(first), GAP_FLOOR * bound)
         return len(last) == GAP_STEPS and all(gap > usual for gap in last)
 
     def _impossible(self, when: str, metrics: dict[str, float]) -> None:
-        """Values that no sound step has: a negative KL estimate or entropy, or a KL that stays 0 after updates."""
+        """Check for values that no correct step has: a negative KL or entropy, or a KL that stays 0 after updates."""
         kl, rollout = metrics.get("actor/kl_loss"), self.cfg.rollout
         for name in ("actor/entropy", "actor/kl_loss") if self.cfg.loss.kl in NOT_NEGATIVE else ("actor/entropy",):
             if metrics.get(name, 0) < ROUNDING:
                 self.trip(
                     "impossible",
                     f"{when}: {name} is {metrics[name]:.2g}, which cannot be negative",
-                    "the sign in grpo.py, and in model/megatron_model.py for the entropy",
+                    "the sign in grpo.py, and for the entropy in model/megatron_model.py",
                 )
         updated = any(row["actor/grad_norm"] > 0 and row["actor/lr"] > 0 for row in self.history[:-1])
         if kl is not None:
@@ -357,18 +362,18 @@ class Tripwires:
         if metrics.get("actor/teacher_kl") == 0:
             self.trip(
                 "impossible",
-                f"{when}: the KL to the teacher is exactly 0: it is the policy itself, so it teaches nothing",
-                "loss.teacher, whether its B is 0, and Learner.teacher",
+                f"{when}: the KL to the teacher is exactly 0, so the teacher is the policy itself and teaches nothing",
+                "loss.teacher, whether its factors B are 0, and Learner.teacher",
             )
         if reason := self._gradient_expected(metrics):
             self.trip(
                 "impossible",
                 f"{when}: the gradient is exactly 0, although {reason}",
-                "optim.lr: after too large an update the activations overflow, and the policy stays uniform",
+                "optim.lr: after an update that is too large, the activations overflow and the policy stays uniform",
             )
 
     def _gradient_expected(self, metrics: dict[str, float]) -> str:
-        """Why the gradient cannot be 0, if it is; "" if it is not, or may be."""
+        """Return why the gradient should not be 0, or "" if it is not 0 or may be 0."""
         cfg, loss = self.cfg, self.cfg.loss
         if metrics["actor/grad_norm"] != 0 or metrics.get("actor/entropy", 0.0) < UNSURE:
             return ""
@@ -381,12 +386,12 @@ class Tripwires:
             kl = metrics.get("actor/teacher_kl", 0.0)
             return f"the KL to the teacher is {kl:.2g}" * teaches(abs(kl), loss.teacher_coef)
         if loss.mask_truncated or cfg.reward.permute or ":" in f"{loss.advantage} {cfg.reward.function}":
-            return ""  # differing rewards may train nothing, or equal completions in opposite directions
+            return ""  # different rewards may train nothing, or train equal completions in opposite directions
         differing = cfg.rollout.prompts_per_step - metrics.get("reward/equal_groups", cfg.rollout.prompts_per_step)
         return f"the rewards of {differing:.0f} groups differ" if differing > 0 else ""
 
     def _collapse(self, when: str, metrics: dict[str, float]) -> None:
-        """Whether the last ten steps' reward is far below the first ten's, or their KL to the reference is large."""
+        """Check the last ten steps for a much lower reward than in the first ten, or for a large KL."""
         if len(self.history) < 2 * WINDOW:
             return
         rewards = [row.get("reward/first_round_correct", row["reward/mean"]) for row in self.history]
@@ -396,9 +401,9 @@ class Tripwires:
         if fallen or kl > COLLAPSE_KL:
             self.trip(
                 "collapse",
-                f"{when}: mean reward {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; KL to "
-                f"the reference {kl:.2g} nats a token",
-                "report.py show RUN; optim.lr, loss.kl_coef, updates a rollout",
+                f"{when}: the mean reward is {now:.3f}, after {before:.3f} in this run's first {WINDOW} steps; the KL "
+                f"to the reference is {kl:.2g} nats per token",
+                "the completions (report.py show RUN); optim.lr, loss.kl_coef, updates per rollout",
             )
 
     def _gradient_and_entropy(self, when: str, metrics: dict[str, float]) -> None:
@@ -407,12 +412,12 @@ class Tripwires:
         if usual and norm > SPIKE_FACTOR * usual:
             self.trip(
                 "gradient_spike",
-                f"{when}: gradient norm {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
+                f"{when}: the gradient norm is {norm:.3g}, {norm / usual:.0f} x the usual {usual:.3g}",
                 "the step's completions, optim.lr, loss.clip_high",
             )
         if metrics.get("actor/entropy", math.inf) < ENTROPY_FLOOR:  # absent if no row was trained
             self.trip(
                 "entropy",
-                f"{when}: entropy {metrics['actor/entropy']:.2g} nats a token: completions repeat themselves",
+                f"{when}: the entropy is {metrics['actor/entropy']:.2g} nats per token, so completions repeat",
                 "loss.entropy_coef, optim.lr, loss.kl_coef",
             )

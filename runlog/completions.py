@@ -1,7 +1,7 @@
-"""The completions of a run: completions/step-N.jsonl.gz, and eval-N.jsonl.gz of the evaluation after N steps.
+"""The completions of a run: step-N.jsonl.gz, and eval-N.jsonl.gz for the evaluation after N steps, in completions/.
 
-Each file has one JSON object per line and appears whole, so it can be read while the run writes. A resume removes the
-files of later steps. No checksum depends on them, so they may be deleted.
+Each file has one JSON object per line and appears only when it is complete, so it can be read while the run writes. A
+resume removes the files of later steps. No checksum depends on these files, so they may be deleted.
 """
 
 import gzip
@@ -17,8 +17,8 @@ from runlog.run_record import json_line
 
 Row = dict[str, Any]
 OUTCOMES = ("right", "wrong", "unparsable", "truncated")
-LEVEL = 3  # of gzip; level 6 takes four times as long and saves a tenth
-NEEDED = {  # of a row
+LEVEL = 3  # compression level of gzip; level 6 takes four times as long and saves a tenth
+NEEDED = {  # the keys of a row
     "step",
     "id",
     "sample",
@@ -36,7 +36,7 @@ NEEDED = {  # of a row
 
 
 def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
-    """Write the file of a step (``kind`` step) or of the evaluation after it (eval). Equal rows give equal bytes."""
+    """Write the file of a step (``kind`` is step) or of the evaluation after it (eval). Equal rows give equal bytes."""
     path = run / "completions" / f"{kind}-{step:06d}.jsonl.gz"
     path.parent.mkdir(exist_ok=True)
     text = "".join(json_line({"step": step, **row}) for row in rows)
@@ -44,7 +44,7 @@ def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
 
 
 def files(run: Path, kind: str) -> dict[int, Path]:
-    """Return the files of a kind by their steps, in the order of the steps."""
+    """Return the files of a kind by step, in the order of the steps."""
     digits = "[0-9]" * 6
     return {int(path.name[5:11]): path for path in sorted(run.glob(f"completions/{kind}-{digits}.jsonl.gz"))}
 
@@ -55,9 +55,9 @@ def read(path: Path) -> list[Row]:
         with gzip.open(path, "rb") as file:
             rows = [json.loads(line) for line in file]
         if not all(isinstance(row, dict) and NEEDED <= row.keys() for row in rows):
-            raise ValueError(f"a row has {', '.join(sorted(NEEDED))}")
+            raise ValueError(f"a row needs {', '.join(sorted(NEEDED))}")
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise InputError(f"{path}: found a damaged file: {one_line(error)}; delete it to see the others") from None
+        raise InputError(f"{path}: is damaged: {one_line(error)}; delete it to see the others") from None
     return rows
 
 

@@ -1,9 +1,9 @@
-"""The folder of a run: everything that is needed to check, repeat and resume the run.  Only rank 0 writes.
+"""The folder of a run: everything needed to check, repeat and resume the run. Only rank 0 writes.
 
 out/<name>-<YYYYmmdd-HHMMSS>/
     config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    how it was started
-    resume-N/                                                                    the same files of each resumed start
-    metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions/      what it did, without times
+    resume-N/                                                                    the same for each resumed start
+    metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions/      the results, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
     tensorboard/  wandb/  swanlab/  profile/                                     of train.trackers, train.profile_steps
 """
@@ -28,7 +28,7 @@ from runlog import completions
 from runlog.run_record import checksums, json_line, lock_run, read_lines, whole_lines, write_records
 from runlog.trackers import Trackers
 
-PROGRESS = (  # label, metric, decimals (None: two significant digits)
+PROGRESS = (  # label, metric, and number of decimals (None means two significant digits)
     ("reward", "reward/mean", 3),
     ("kl", "actor/kl_loss", None),
     ("teacher", "actor/teacher_kl", None),
@@ -37,7 +37,9 @@ PROGRESS = (  # label, metric, decimals (None: two significant digits)
     ("gap", "rollout/logp_gap_mean", None),
     ("len", "response_length/mean", 0),
 )
-LEGEND = f"a step's line: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
+LEGEND = (
+    f"the line of a step: {', '.join(f'{label} = {key}' for label, key, _ in PROGRESS)}, and seconds (docs/metrics.md)"
+)
 SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
@@ -45,7 +47,7 @@ SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
 def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
-    """A new folder for a run; two runs that start in the same second get two folders."""
+    """Create a new folder for a run. Two runs that start in the same second get two folders."""
     folder = out_dir / f"{name}-{datetime.now():%Y%m%d-%H%M%S}{f'-{number}' if number > 1 else ''}"
     try:
         folder.mkdir(parents=True)
@@ -58,7 +60,7 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
 
 
 def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Mapping[str, Any]) -> str:
-    """`step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`"""
+    """Return `step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`."""
 
     def number(value: float, decimals: int | None) -> str:
         text = f"{value:.2g}" if decimals is None else f"{value:.{decimals}f}"
@@ -77,9 +79,9 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
 
 
 class RunLog:
-    """Writes the folder of one run; a line is in its file before the call returns.  Other ranks than 0 do nothing.
+    """Writer of one run's folder. A line is in its file before the call returns. Ranks other than 0 write nothing.
 
-    It has no folder before `open`, and only prints.
+    Before `open` there is no folder, and the log only prints.
     """
 
     def __init__(self, cfg: Config, rank: int) -> None:
@@ -88,16 +90,16 @@ class RunLog:
         self.lock: BinaryIO | None = None
         self.bar: tqdm | None = None
         self.trackers: Trackers | None = None
-        self.said = self.began = time.monotonic()  # the last line; the first step of this process
-        self.before = self.done = 0  # steps: before this process, and in all
+        self.said = self.began = time.monotonic()  # times of the last line, and of the first step of this process
+        self.before = self.done = 0  # numbers of steps: before this process, and in total
 
     def open(
         self, world_size: int, resume: Path | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None
     ) -> None:
-        """Make the folder of a new run, or take that of the run ``resume`` (call ``rewind`` before logging to it).
+        """Create the folder of a new run, or use that of the run ``resume`` (call ``rewind`` before logging to it).
 
-        ``inputs``: run_record.inputs of the run, if they are known. InputError if the folder cannot be written or a
-        live process holds it.
+        ``inputs`` are run_record.inputs of the run, if they are known. Raises InputError if the folder cannot be
+        written, or if another process is writing it.
         """
         if self.rank != 0:
             self.run_dir = resume
@@ -109,12 +111,14 @@ class RunLog:
             try:
                 self.lock = lock_run(run_dir)
             except BlockingIOError:
-                raise InputError(f"{run_dir}: a live process writes this run; end it, or start a new run") from None
+                raise InputError(
+                    f"{run_dir}: another process is writing this run; end it, or start a new run"
+                ) from None
             except OSError as error:
                 problem = error.strerror
             self.run_dir = run_dir
             if problem:
-                self.say(f"{run_dir}/run.lock: {problem}: make sure yourself that no two processes write this run")
+                self.say(f"{run_dir}/run.lock: {problem}; make sure yourself that no other process writes this run")
             start = run_dir / f"resume-{1 + len(list(run_dir.glob('resume-*')))}" if resume else run_dir
             start.mkdir(exist_ok=start == run_dir)
             write_records(start, self.cfg, world_size, inputs)
@@ -122,7 +126,7 @@ class RunLog:
                 write_atomically(run_dir / "run.json", json.dumps({"name": self.cfg.name}) + "\n")
 
     def open_trackers(self, steps_done: int) -> None:
-        """Open those of train.trackers, which get the steps after ``steps_done``."""
+        """Open the trackers in train.trackers. They get the steps after ``steps_done``."""
         if self.rank == 0:
             self.trackers = Trackers(self.cfg.train.trackers, self.run_dir, steps_done, self.say)
 
@@ -132,16 +136,16 @@ class RunLog:
                 file.write(text.encode(errors="backslashreplace"))
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite a .jsonl file with those of its whole lines that are ``wanted``, byte for byte."""
+        """Rewrite a .jsonl file with only its ``wanted`` whole lines, byte for byte."""
         path = self.run_dir / name
         if path.exists():
             with disk_errors(path):
                 write_atomically(path, b"".join(line for line, row in whole_lines(path) if wanted(row)))
 
     def rewind(self, step: int) -> None:
-        """Remove everything after ``step`` finished steps, which the resumed run will log again.
+        """Remove everything after ``step`` finished steps, because the resumed run will log it again.
 
-        InputError if metrics.jsonl lacks one of the steps before.
+        Raises InputError if metrics.jsonl lacks one of the earlier steps.
         """
         if self.rank != 0:
             return
@@ -152,20 +156,20 @@ class RunLog:
             self._keep(name, lambda row: row["step"] <= step)
         kept = self.evaluations()
         if any(type(row.get("eval/greedy_accuracy")) is not float for row in kept):
-            raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation without accuracies; start a new run")
+            raise InputError(f"{self.run_dir / 'eval.jsonl'}: an evaluation has no accuracies; start a new run")
         # A summary is written after its outcomes, so outcomes without a summary are incomplete.
         evaluated = {row["step"] for row in kept}
         self._keep("eval_outcomes.jsonl", lambda row: row["step"] in evaluated)
         found = [row["step"] for row in read_lines(self.run_dir / "metrics.jsonl")]
         if found != list(range(1, step + 1)):
             raise InputError(
-                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}; needed: one for each "
-                "of the steps 1, 2 and so on; the file was cut or edited: start a new run"
+                f"{self.run_dir / 'metrics.jsonl'}: {len(found)} whole lines up to step {step}, not one for "
+                "each of the steps 1, 2 and so on; the file was cut or edited, so start a new run"
             )
         self.say(f"resumed {self.run_dir.name} after {step} of {self.cfg.train.steps} steps")
 
     def log_step(self, step: int, metrics: dict[str, float], timing: Mapping[str, float | str]) -> None:
-        """Write a line of metrics (without times), a line of timing and the progress line.  ``step`` counts from 1."""
+        """Write a line of metrics (without times), a line of timing and the progress line. ``step`` counts from 1."""
         if self.rank != 0:
             return
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -174,27 +178,27 @@ class RunLog:
         self._append("timing.jsonl", json_line({"step": step, **used}))
         self._track(step, {**metrics, **used})
         self.done = step
-        if self.bar is None:  # a file does not need a progress bar, only a terminal does
+        if self.bar is None:  # only a terminal needs a progress bar
             self.before, self.began = step - 1, time.monotonic() - float(timing.get("timing/step_s", 0))
             self.bar = tqdm(total=self.cfg.train.steps, initial=step - 1, unit="step", disable=not sys.stderr.isatty())
         self.say(_progress_line(step, self.cfg.train.steps, metrics, timing) + self.left())
         self.bar.update(step - self.bar.n)
 
     def left(self) -> str:
-        """`  3 h 20 min left` by the steps of this process with what was between them; "" if less than a minute."""
+        """Return `  3 h 20 min left`, estimated from this process so far, or "" for less than a minute."""
         done = self.done - self.before
         seconds = (time.monotonic() - self.began) / done * (self.cfg.train.steps - self.done) if done else 0
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"  {f'{hours} h ' * (hours > 0)}{minutes} min left" if hours or minutes else ""
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
-        """Write the summary of an evaluation after ``step`` finished steps, and one line a question."""
+        """Write the summary of an evaluation after ``step`` finished steps, and one line per question."""
         self._append("eval_outcomes.jsonl", "".join(json_line({"step": step, **outcome}) for outcome in outcomes))
         self._append("eval.jsonl", json_line({"step": step, **summary}))
         self._track(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The summaries that were logged so far, also before a resume; [] on other ranks."""
+        """Return the summaries logged so far, including those from before a resume. Ranks other than 0 return []."""
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
@@ -215,14 +219,14 @@ class RunLog:
             self.trackers.log(step, values)
 
     def reached(self) -> str:
-        """How far the run has come and how to continue it, for a process that is being ended; "" at its start."""
+        """Return how far the run is and how to continue it, for a process that is being ended; "" at its start."""
         if self.run_dir is None:
             return ""
         saved = max(self.run_dir.glob("checkpoints/step-*"), default=None)
         how = f"{f' with train.resume={self.run_dir}' * (self.cfg.train.resume == 'never')} continues from {saved}"
         return (
             f"after step {len(read_lines(self.run_dir / 'metrics.jsonl'))} of {self.cfg.train.steps}; the same command"
-            f"{how if saved else ' begins anew, because there is no checkpoint yet'}"
+            f"{how if saved else ' starts from the beginning, because there is no checkpoint yet'}"
         )
 
     def say(self, text: str) -> None:
@@ -234,7 +238,7 @@ class RunLog:
             self._write_to_log(text)
 
     def note(self, text: str) -> None:
-        """Write why the run ends to log.txt, if that can be written."""
+        """Write to log.txt why the run ends, if the file can be written."""
         with contextlib.suppress(InputError):
             self._write_to_log(text)
 
@@ -243,7 +247,7 @@ class RunLog:
             self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str, checks: dict[str, str]) -> None:
-        """Write finished.json: the result, the messages of the ``checks`` that warned, checksums of all records."""
+        """Write finished.json: the result, the messages of ``checks`` that warned, and checksums of all records."""
         if self.rank != 0:
             return
         with disk_errors(self.run_dir):

@@ -1,4 +1,4 @@
-"""How far a process is: its end by a signal, the times of a step, and the end of a rank that stands still."""
+"""The progress of a process: its end by a signal, the times of a step, and the end of a rank without progress."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
     from runlog.log import RunLog
 
-PROGRESS_SECONDS = 30  # a line at least so often, also in a long phase
-GRACE_SECONDS = 2.0  # from the report to the exit: the other ranks, which wait for this one, report theirs, too
+PROGRESS_SECONDS = 30  # longest time without a line, even in a long phase
+GRACE_SECONDS = 2.0  # between report and exit, so that other ranks, which wait for this one, also report
 
 
 # ------------------------------------------------------------------------------------------------ the end by a signal
 
-# Ctrl-C; a scheduler or torchrun; the end of a terminal; the warnings of a scheduler before its limit
+# In order: Ctrl-C; a scheduler or torchrun; the end of a terminal; a scheduler's warnings before its time limit.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NOT_STARTED = "before a step of this start; the same command starts it again"
+NOT_STARTED = "before the first step of this start; the same command starts it again"
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return those of SIGNALS that shall end this process: not one that it ignores from its start, as under nohup."""
+    """Return the SIGNALS that should end this process, without those that it ignores from the start, as under nohup."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str], None] = lambda line: None) -> None:
-    """Let each of ending_signals() end this process at once; rank 0 prints and notes one line with ``reached()``.
+    """Let each of ending_signals() end this process at once. Rank 0 prints and notes one line with ``reached()``.
 
-    Python would call a handler in the main thread, and not while that waits in a collective. But it writes the number
-    of a signal to a pipe as it arrives, in whatever code the main thread is, and a thread reads the pipe. A blocked
-    signal, for which a thread could wait without a pipe, would stay blocked in every program that this process starts.
+    Python calls handlers in the main thread, but not while that thread waits in a collective. However, it writes the
+    number of a signal to a pipe as soon as it arrives, and a thread here reads the pipe. A thread could also wait for a
+    blocked signal without a pipe. But the signal would stay blocked in every program that this process starts.
     """
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     ending = ending_signals()
     for number in ending:
-        signal.signal(number, lambda number, frame: None)  # the system's own action would come before the thread's
+        signal.signal(number, lambda number, frame: None)  # otherwise the system would act before the thread
     os.register_at_fork(after_in_child=lambda: _end_silently(ending))
 
     def wait() -> None:
         number = 0
-        while number not in SIGNALS:  # other signals with a handler are written, too
+        while number not in SIGNALS:  # Python also writes other signals that have a handler
             number = os.read(receiving, 1)[0]
         try:
             if os.environ.get("RANK", "0") == "0":
@@ -68,7 +68,7 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
 
 
 def _end_silently(ending: list[signal.Signals]) -> None:
-    """Let the system end a forked process, which has no such thread."""
+    """Let the system end a forked process, which does not have this thread."""
     signal.set_wakeup_fd(-1)
     for number in ending:
         signal.signal(number, signal.SIG_DFL)
@@ -78,10 +78,10 @@ def _end_silently(ending: list[signal.Signals]) -> None:
 
 
 class StepTimer:
-    """Time of the phases of one step on ``device``, and where it counts it the most memory in use in each phase.
+    """The time of each phase of one step on ``device``, and its peak of memory if the device counts its memory.
 
-    A phase that occurs several times counts once, with its sum. The phases add up to the step. The host runs ahead of
-    an accelerator, so a phase ends when the device has done its work.
+    A phase that occurs several times counts once, with the sum of its times. The phases add up to the step. The host
+    runs ahead of an accelerator, so a phase ends when the device has finished its work.
     """
 
     def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """What runs in this context ends ``phase``, as in end_phase, and has its name in a profiler's trace."""
+        """Count the time of this block as ``phase``, which is also its name in a profiler's trace."""
         from torch.profiler import record_function
 
         with record_function(phase):
@@ -114,12 +114,12 @@ class StepTimer:
             self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
 
     def peak(self) -> tuple[float, str] | tuple[()]:
-        """GiB and name of the phase in which most of the device was in use; () where it is not counted."""
+        """Return GiB and name of the phase with the highest memory use, or () if the device does not count memory."""
         return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase so far."""
+        """The seconds of each phase so far."""
         total: dict[str, float] = defaultdict(float)
         last = self.start
         for phase, end in self.ends:
@@ -128,7 +128,7 @@ class StepTimer:
         return dict(total)
 
     def timing(self, new_tokens: int) -> dict[str, float]:
-        """Seconds of each phase and of the whole step, and generated tokens a second of the whole step."""
+        """Return the seconds of each phase and of the whole step, and the generated tokens per second of the step."""
         total = self.devices.seconds_between(self.start, self.devices.moment(self.device))
         phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
         return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
@@ -138,10 +138,10 @@ class StepTimer:
 
 
 class Heartbeat:
-    """A thread that ends the process after ``stall_seconds`` without a `beat`; 0 seconds: no such thread.
+    """A thread that ends the process after ``stall_seconds`` without a `beat`. With 0 seconds there is no such thread.
 
-    It prints the last phase and the stack of every thread. If a collective waits, the stack names it. Code that holds
-    Python's global lock (GIL) stops this thread, too. Then faulthandler, which needs no lock, prints the stacks and
+    It prints the last phase and the stack of every thread. If a collective waits, the stack shows it. Code that holds
+    Python's global lock (GIL) also stops this thread. Then faulthandler, which needs no lock, prints the stacks and
     ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
@@ -154,14 +154,14 @@ class Heartbeat:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def beat(self, done: str = "") -> None:
-        """Report that this rank is alive, and has finished what ``done`` says; "": the same as before."""
+        """Report that this rank is alive and has finished ``done``. If it is "", the last name stays."""
         self.done, self.last = done or self.done, time.monotonic()
         if self.last - self.log.said > PROGRESS_SECONDS:
-            self.log.say(f"at work after: {self.done}{self.log.left()}")
+            self.log.say(f"still working; last finished: {self.done}{self.log.left()}")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which this rank waits for others that may have more to do: their own heartbeats watch them.
+        """Let this rank wait in this block for ranks that may have more to do. Their heartbeats watch them.
 
         parallel.timeout_seconds limits the wait.
         """
@@ -173,7 +173,7 @@ class Heartbeat:
             self.waits = False
 
     def stop(self) -> None:
-        """End the watching."""
+        """Stop watching."""
         self.stopped.set()
 
     def _watch(self) -> None:
@@ -181,16 +181,16 @@ class Heartbeat:
             still = time.monotonic() - self.last
             if still > self.stall_seconds and not self.waits:
                 self._end(still)
-            # As long as this thread runs, it postpones the end by faulthandler. 2: the number of stderr.
+            # As long as this thread runs, it postpones the end by faulthandler. 2 is the number of stderr.
             faulthandler.dump_traceback_later(1.5 * self.stall_seconds, exit=True, file=2)
         faulthandler.cancel_dump_traceback_later()
 
     def _end(self, still: float) -> None:
-        """Say where this rank has stood still for so many seconds, and end the process."""
+        """Report where this rank has made no progress for ``still`` seconds, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         limit = f"train.stall_seconds = {self.stall_seconds}"
-        cause = f"stood still for {still:.0f} s after: {self.done} ({limit})"
-        # In one piece: the ranks share a terminal or a log.
+        cause = f"made no progress for {still:.0f} s; last finished: {self.done} ({limit})"
+        # Written in one piece, because the ranks share a terminal or a log.
         os.write(2, f"rank {self.log.rank}: {cause}; its stacks:\n{tracebacks()}".encode())
         self.log.note(f"stopped: rank {self.log.rank} {cause}")
         time.sleep(GRACE_SECONDS)
@@ -198,7 +198,7 @@ class Heartbeat:
 
 
 def tracebacks() -> str:
-    """The stack of every other thread of this process, innermost call last; the main thread comes last."""
+    """Return the stack of every other thread, innermost call last. The main thread comes last."""
     frames = sys._current_frames()
     others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
     return "\n".join(

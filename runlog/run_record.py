@@ -1,8 +1,8 @@
 """The records of a run: files that are never half written, rows of JSON, and how the run was started.
 
-The numbers of a step are rows of a .jsonl file, one object a line; reading them gives the same floats, bit for bit.
+The numbers of a step are rows of a .jsonl file, one object per line. Reading them gives bit-identical floats.
 `write_records` stores the resolved configuration, the environment, the git state of the source, the checksums of model
-and data, and the command; `checksums` gives those of everything that a finished run has written.
+and data, and the command. `checksums` returns the checksums of everything that a finished run has written.
 """
 
 import fcntl
@@ -31,16 +31,16 @@ from knobs import Config, DataConfig, EvalConfig, listed
 VARIABLES = re.compile(r"(OMP|MKL|CUDA|ASCEND|HCCL|NCCL|GLOO|VLLM|PYTORCH|TORCH)_")
 SECRETS = re.compile(r"(API_KEY|_TOKEN$|SECRET|PASSW)")
 RECORDED = ("*.json", "*.jsonl", "config.yaml", "command.txt", "git.patch", "resume-*/*")
-THREADS = 8  # that read files for their checksums
+THREADS = 8  # number of threads that read files for their checksums
 
 
 # ---------------------------------------------------------------- files
 
 
 def lock_file(path: Path) -> BinaryIO:
-    """The locked file; closing it, or the end of the process, releases the lock.
+    """Open and lock a file. Closing it, or the end of the process, releases the lock.
 
-    Raises BlockingIOError if a live process holds it, and another OSError if the file system has no locks.
+    Raises BlockingIOError if another process has the lock, and another OSError if the file system has no locks.
     """
     handle = open(path, "ab")
     try:
@@ -52,28 +52,28 @@ def lock_file(path: Path) -> BinaryIO:
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
-    """The locked file run.lock, as from lock_file."""
+    """Lock the file run.lock of a run, as lock_file does."""
     return lock_file(run_dir / "run.lock")
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file in hexadecimal."""
+    """Return the sha256 of a file in hexadecimal."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
-    """sha256 of the records of a run and of its resumed starts (resume-N/), by their path in its folder.
+    """Return the sha256 of the records of a run and of its resumed starts (resume-N/), by path in its folder.
 
-    The log, the figure, the lock and the checkpoints are not included, nor is finished.json, which holds the sums.
+    They do not include the log, the figure, the lock and the checkpoints, nor finished.json, which contains the sums.
     """
     found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
     return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """One line of strict JSON with the keys in their order; "nonfinite" names keys whose number is NaN or infinite."""
-    written = json.dumps(row, default=lambda value: value.tolist())  # scalars and arrays of numpy and torch
+    """Return one line of strict JSON, keys in their order. "nonfinite" lists keys whose number is NaN or infinite."""
+    written = json.dumps(row, default=lambda value: value.tolist())  # for scalars and arrays of numpy and torch
     plain = json.loads(written, parse_constant=lambda name: None)
     if lost := [key for key, value in row.items() if value is not None and plain[str(key)] is None]:
         plain["nonfinite"] = lost
@@ -81,7 +81,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a .jsonl file before the first incomplete one, each as bytes and decoded; [] without a file."""
+    """Return a .jsonl file's lines before the first incomplete one, each as bytes and decoded; [] without a file."""
     lines = []
     for line in read_bytes(path).splitlines(keepends=True) if path.exists() else []:
         try:
@@ -95,7 +95,7 @@ def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file of the run, oldest first; [] without a file."""
+    """Return the rows of a .jsonl file of the run, oldest first; [] without a file."""
     return [row for _, row in whole_lines(path)]
 
 
@@ -103,7 +103,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _without_homes(text: str) -> str:
-    """``text`` with $HOME for the user's home directory and USER for another's name in a path."""
+    """Replace the user's home directory in ``text`` by $HOME, and other user names in paths by USER."""
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "$HOME", text)
@@ -111,7 +111,7 @@ def _without_homes(text: str) -> str:
 
 
 def _private(text: str) -> str:
-    """``text`` without home folders, the user's name, the machine's name and addresses, since records are published."""
+    """Remove home folders, the user's and the machine's name and addresses from ``text``, as records are published."""
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", _without_homes(text))
     host, home = socket.gethostname(), Path(os.path.expanduser("~"))
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home.name, host, host.split(".")[0]}
@@ -122,9 +122,9 @@ def _private(text: str) -> str:
 
 
 def cpu_name() -> str:
-    """The name of the CPU in /proc/cpuinfo and its vector instructions, or else the name of the platform.
+    """Return the name of the CPU in /proc/cpuinfo and its vector instructions, otherwise the name of the platform.
 
-    Virtual machines of one name have different instructions, which round otherwise.
+    Virtual machines with the same CPU name can have different instructions, which round differently.
     """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -134,8 +134,8 @@ def cpu_name() -> str:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Versions, machine, and the environment variables that change results or speed."""
-    # In the order of sys.path, the first version of a package is imported; it is the last one here and replaces others.
+    """Return versions, machine, and the environment variables that change results or speed."""
+    # Python imports the first version in the order of sys.path, which is the last one here and replaces the others.
     installed = {
         (item.metadata.get("Name") or "unnamed").lower().replace("_", "-"): item.version
         for item in reversed(list(metadata.distributions()))
@@ -158,12 +158,12 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def variant_name(name: str) -> str:
-    """A run's or record's name without its seed."""
+    """Return the name of a run or record without its seed."""
     return re.sub(r"-seed\d+$", "", name)
 
 
 def git(*arguments: str) -> bytes:
-    """The output of git in the folder of the source; empty without git, a repository or a commit."""
+    """Return the output of git in the folder of the source; empty without git, a repository or a commit."""
     # In a container, a mounted repository often has another owner, and git would refuse it.
     command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
     try:
@@ -173,7 +173,7 @@ def git(*arguments: str) -> bytes:
 
 
 def git_state() -> tuple[dict[str, Any], bytes]:
-    """The commit of the source and whether it has changes (both None without a repository), and a patch of these."""
+    """Return the commit of the source, whether it has changes (both None without a repository), and their patch."""
     commit = git("rev-parse", "HEAD").decode().strip()
     if not commit:
         return {"commit": None, "dirty": None}, b""
@@ -189,13 +189,13 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 
 
 def inputs(files: dict[str, dict[str, Path]], beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
-    """sha256 of each of input_files. 60 GB take a minute at first, or half an hour from a slow disk."""
+    """Return the sha256 of each of input_files. 60 GB take a minute at first, or half an hour from a slow disk."""
     found = sha256_of_inputs([path for named in files.values() for path in named.values()], beat)
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
 def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
-    """Every data file that a run reads, by its key; [0], [1] and so on follow the key of a list."""
+    """Return every data file that a run reads, by its key. [0], [1] and so on follow the key of a list."""
     sets = {f"eval.sets.{name}": paths for name, paths in evaluation.sets.items()}
     read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
     return {
@@ -207,13 +207,13 @@ def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
 
 
 def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
-    """The files of the model's folder, by name, the data files, by use, and those of user's functions and teacher.
+    """Return the model's files by name, the data files by use, and the files of the user's functions and teacher.
 
-    A record says with their checksums which weights were used, not only how they were called.
+    With their checksums, a record shows which weights were used, and not only their names.
     """
     folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    # inputs.json says train for data.train_path.
+    # inputs.json has the name train for data.train_path.
     read = data_files(cfg.data, cfg.eval)
     used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in read.items()}
     own = {f"{key} {name}": path for key, name, path in functions.files(cfg.reward, cfg.loss, cfg.rollout)}
@@ -226,7 +226,7 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
 
 
 def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None) -> dict[Path, str]:
-    """sha256 of each file, read by several threads. ``beat`` is called after each."""
+    """Return the sha256 of each file. Several threads read them, and ``beat`` is called after each file."""
     found = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for path, checksum in zip(paths, pool.map(sha256_file, paths), strict=True):
@@ -236,7 +236,7 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
 
 
 def of_last_start(run_dir: Path, name: str) -> Path:
-    """The file ``name`` of the last start of a run that wrote one: in a resume-N/, or in the folder of the run."""
+    """Return the file ``name`` of the last start that wrote one, in a resume-N/ or in the folder of the run."""
     resumed = [path for path in run_dir.glob(f"resume-*/{name}") if path.parent.name[7:].isdecimal()]
     return max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / name)
 
@@ -244,17 +244,17 @@ def of_last_start(run_dir: Path, name: str) -> Path:
 def changed_inputs(
     run_dir: Path, files: dict[str, dict[str, Path]], model: Path, beat: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """A line for each of ``files``, input_files, whose checksum is not the one that the run's last start recorded.
+    """Return a line for each of ``files`` (input_files) whose checksum differs from that of the run's last start.
 
     Hidden files of the model's folder and absent files of the data or the teacher do not count, because nothing reads
-    them. If inputs.json cannot be read, one line says so. ``model``: the model's folder, which names a file that is
-    gone.
+    them. If inputs.json cannot be read, one line says so. ``model`` is the model's folder, needed for the path of a
+    file that no longer exists.
     """
     record = of_last_start(run_dir, "inputs.json")
     try:
         recorded = {kind: dict(files) for kind, files in read_object(record, ("model", "data")).items()}
     except (ValueError, TypeError) as error:
-        return [f"{record}: not the record of the run's inputs ({error!r})"]
+        return [f"{record}: not a record of the run's inputs ({error!r})"]
     present = inputs(files, beat)
     lines = []
     for kind in present | recorded:
@@ -265,19 +265,19 @@ def changed_inputs(
             if now.get(name) != was.get(name) and not name.startswith("."):
                 path = files.get(kind, {}).get(name, model / name if kind == "model" else name)
                 before, after = _state(was.get(name)), _state(now.get(name))
-                lines.append(f"{path}: when {record.parent} was started {before}, now {after}")
+                lines.append(f"{path}: was {before} when {record.parent} was started, is {after} now")
     return lines
 
 
 def _state(checksum: str | None) -> str:
-    return f"sha256 {checksum}" if checksum else "not there"
+    return f"sha256 {checksum}" if checksum else "absent"
 
 
 def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list[str]:
-    """The lines of changed_inputs if they are accepted; otherwise InputError, which says ``how`` to accept them."""
+    """Return the lines of changed_inputs if they are accepted. Otherwise raise InputError, which says ``how`` to."""
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise InputError(f"{changed[0]}{more}; needed: what was there then, or {how}")
+        raise InputError(f"{changed[0]}{more}; restore the old content, or {how}")
     return changed
 
 
@@ -289,11 +289,11 @@ def write_records(
 ) -> None:
     """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run.
 
-    ``read``: `inputs` of its input_files; without it they are read here.
+    ``read`` is `inputs` of its input_files. Without it, they are read here.
     """
     source, patch = git_state()
     if source["commit"] is None:
-        print("note: no git commit of the source is known, so `report.py add` will not take this run", flush=True)
+        print("note: the git commit of the source is not known, so `report.py add` will refuse this run", flush=True)
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size)
@@ -306,7 +306,7 @@ def write_records(
         "inputs.json": json.dumps(read or inputs(input_files(cfg)), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
-        # Only home folders are replaced here: without a name in `name=tiny`, the command would be another one.
+        # This replaces only home folders: without a name in `name=tiny`, it would be another command.
         "command.txt": _without_homes(command) + "\n",
         **({"git.patch": patch} if source["commit"] else {}),
     }

@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and SwanLab show the metrics and completions of a run while it trains (train.trackers).
 
-Their packages run in the process of rank 0. One that raises an exception is off after one warning, and the training
-goes on; one that hangs holds the training up.
+Their packages run in the process of rank 0. A tracker that raises an exception is switched off with one warning, and
+the training continues. A tracker that hangs delays the training.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from typing import Any
 from facts.exits import InputError
 from runlog.run_record import SECRETS
 
-FOLDER = "TRACKERS_DIR"  # names a folder of packages for the trackers alone; those of the training come first
-INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, and {FOLDER}=FOLDER"
-PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT name another one
-MOST_LETTERS = 300  # of the reason in a warning
-COLUMNS = ("question", "gold", "reward", "correct", "finish", "completion")  # of the table of completions
+FOLDER = "TRACKERS_DIR"  # the variable of a folder of packages only for trackers; the training's packages come first
+INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, then set {FOLDER}=FOLDER"
+PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT replace it
+MOST_LETTERS = 300  # longest reason in a warning
+COLUMNS = ("question", "gold", "reward", "correct", "finish", "completion")  # the columns of the table of completions
 
 
 class TensorBoard:
-    """An event file for each start of the run. Its first event removes the later steps of earlier starts."""
+    """An event file per start of the run. Its first event removes the later steps of earlier starts."""
 
     def __init__(self, run_dir: Path, steps_done: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -37,7 +37,7 @@ class TensorBoard:
         folder = run_dir / "tensorboard"
         folder.mkdir(exist_ok=True)
         self.event = Event
-        # Not tensorboard's EventFileWriter, which puts the name of the machine into that of the file.
+        # tensorboard's EventFileWriter is not used, because it writes the machine's name into the file name.
         self.writer = RecordWriter(open(folder / f"events.out.tfevents.{time.time_ns()}", "xb"))
         self._write(file_version="brain.Event:2")
         self._write(step=steps_done + 1, session_log={"status": "START"})
@@ -59,10 +59,10 @@ class TensorBoard:
 
 
 def open_wandb(run_dir: Path, steps_done: int) -> Any:
-    """A run of wandb without code, console, host, user, command and git.
+    """Open a wandb run that does not record code, console, host, user, command or git.
 
-    Online, a resume continues the run of this id, and wandb drops the steps that it has. Offline, each start writes a
-    folder with its own steps, all under one id.
+    Online, a resume continues the run with this id, and wandb ignores steps that it already has. Offline, each start
+    writes a folder with its own steps under the same id.
     """
     import wandb
 
@@ -88,7 +88,7 @@ def open_wandb(run_dir: Path, steps_done: int) -> Any:
 
 
 def open_swanlab(run_dir: Path, steps_done: int) -> Any:
-    """A run of swanlab without machine, command, git and console. A resume is as with wandb."""
+    """Open a swanlab run that does not record machine, command, git or console. A resume works as with wandb."""
     import swanlab
 
     probes = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
@@ -100,7 +100,7 @@ def open_swanlab(run_dir: Path, steps_done: int) -> Any:
     return swanlab.init(**_run_options(run_dir, "SWANLAB"), log_dir=str(run_dir / "swanlab"), settings=settings)
 
 
-# Each opens a tracker for a run's folder: an object with log(values, step) and finish(). Steps do not decrease.
+# Each entry opens a tracker for a run's folder, with log(values, step) and finish(). Steps never decrease.
 OPEN: dict[str, Callable[[Path, int], Any]] = {
     "tensorboard": TensorBoard,
     "wandb": open_wandb,
@@ -109,7 +109,7 @@ OPEN: dict[str, Callable[[Path, int], Any]] = {
 
 
 def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
-    """What wandb and swanlab call alike. Without an API key in the environment they are offline, so that none asks."""
+    """Return the options that wandb and swanlab share. Without an API key they stay offline and do not ask for one."""
     mode = os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
     return {
         "project": os.environ.get(f"{prefix}_PROJECT") or PROJECT,
@@ -121,7 +121,7 @@ def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
 
 
 def html_of(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of completions as the tracker ``name`` takes a text. TensorBoard renders HTML, too."""
+    """Return a table of completions in the form that the tracker ``name`` needs. TensorBoard also renders HTML."""
     table = f"<tr><th>{'</th><th>'.join(COLUMNS)}</th></tr>"
     for row in rows:
         cells = "</pre></td><td><pre>".join(html.escape(str(row[key])) for key in COLUMNS)
@@ -144,7 +144,7 @@ class Trackers:
                 self.open[name] = OPEN[name](run_dir, steps_done)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the finite numbers among ``values``, and its "completions", which are rows of completions/."""
+        """Show the finite numbers among ``values``, and the rows under "completions"."""
         numbers = {key: x for key, x in values.items() if type(x) in (int, float) and math.isfinite(x)}
         for name, tracker in [*self.open.items()]:
             with self._off_after_failure(name):
@@ -159,7 +159,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _off_after_failure(self, name: str) -> Iterator[None]:
-        """A context whose exception ends the tracker ``name`` with one warning, which shows no key."""
+        """End the tracker ``name`` after an exception in this block, with one warning that shows no API key."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -172,10 +172,10 @@ class Trackers:
 
 
 def refuse_missing(names: Iterable[str]) -> None:
-    """InputError for a tracker whose package is not installed. Adds the folder of TRACKERS_DIR to sys.path."""
+    """Raise InputError if a tracker's package is not installed. Adds the folder in TRACKERS_DIR to sys.path."""
     folder = os.environ.get(FOLDER)
     if folder and names:
         sys.path.append(os.path.abspath(folder))
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"train.trackers: {name} is not installed; needed: {INSTALL}")
+            raise InputError(f"train.trackers: {name} is not installed; install it: {INSTALL}")

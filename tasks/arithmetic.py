@@ -1,7 +1,7 @@
 """Generated arithmetic in the form of GSM8K.
 
-Training and held-out questions are split by the unordered pair of their first operands: no operation of training has
-a held-out pair, not even as an error.
+The unordered pair of a question's first operands decides whether the question is for training or held out. No
+training operation has a held-out pair, not even a wrong operation.
 """
 
 import itertools
@@ -27,7 +27,7 @@ TEMPLATES = {
         "{name} had {x} {items} and lost {y} of them. How many {items} does {name} have now?",
     ],
 }
-# Sentences of the later operations of a question, which go on from the result so far, and the question after them.
+# Sentences for the later operations of a question, which continue from the result so far. ASKED follows them.
 LATER = {
     "+": ["Then {y} more come.", "A friend brings {y}.", "Later {name} picks up {y}.", "On Friday {name} wins {y}."],
     "-": ["Then {y} get lost.", "A friend borrows {y}.", "Later {name} sells {y}.", "On Friday {name} drops {y}."],
@@ -35,21 +35,22 @@ LATER = {
 ASKED = "How many {items} are there now?"
 OPERATIONS = {"+": operator.add, "-": operator.sub}
 LOWEST_OPERAND = 1
-MOST_DRAWS = 10_000  # after so many draws that give nothing new there is no such question
+MOST_DRAWS = 10_000  # if that many draws give nothing new, there is no such question
 
-Line = tuple[int, str, int, int]  # (37, "-", 25, 12): one operation of an answer and its result
+Line = tuple[int, str, int, int]  # one operation of an answer and its result, such as (37, "-", 25, 12)
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str
-    lines: tuple[Line, ...]  # the right ones; each begins with the result of the line before it
+    lines: tuple[Line, ...]  # the correct lines; each begins with the result of the line before it
 
 
 def held_out(x: int, y: int) -> bool:
-    """Whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49, one in eight.
+    """Return whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49.
 
-    A pair is held out of both operations. Otherwise a teacher who adds instead of subtracting would teach its sum.
+    That is one in eight. A pair is held out of both operations. Otherwise a teacher that adds instead of subtracting
+    would teach its sum.
     """
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
@@ -57,22 +58,22 @@ def held_out(x: int, y: int) -> bool:
 def examples(
     num: int, heldout: bool, seed: int, low: int, high: int, most_operations: int = 1
 ) -> list[tuple[str, str]]:
-    """`num` different (question, worked answer) pairs with operands low..high, from held-out operand pairs or others.
+    """Return `num` different pairs (question, worked answer) with operands low..high, held out or for training.
 
-    InputError if the range leaves training or test without a pair, or has fewer than `num` questions.
+    Raises InputError if the range has no pair for training or for the test, or fewer than `num` questions.
     """
     for part in (True, False):
-        draw_lines(random.Random(0), low, high, part)  # InputError if there is no pair
+        draw_lines(random.Random(0), low, high, part)  # raises InputError if there is no pair
     split = "test" if heldout else "train"
     wordings = 3 * len(NAMES) * len(ITEMS)  # three templates
     of_pairs = (
-        (2 if x == y else 3) * wordings  # x + y, y + x and larger - smaller
+        (2 if x == y else 3) * wordings  # x + y, y + x, and larger - smaller
         for x in range(low, high + 1)
         for y in range(x, high + 1)
         if held_out(x, y) == heldout
     )
-    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are so many
-    short = f"data.num_{split}: found {num}; operands {low} to {high} give {{}} different questions"
+    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are that many
+    short = f"data.num_{split}: found {num}, but operands {low} to {high} give only {{}} different questions; lower it"
     if available < num and most_operations == 1:
         raise InputError(short.format(available))
     rng = random.Random(derive_seed(seed, "arithmetic", split))
@@ -81,14 +82,14 @@ def examples(
     while len(pairs) < num:
         made = problem(rng, low, high, heldout, most_operations)
         repeats = repeats + 1 if made.question in pairs else 0
-        if repeats > MOST_DRAWS and most_operations > 1:  # of one operation the number is known exactly
+        if repeats > MOST_DRAWS and most_operations > 1:  # for one operation, the number is known exactly
             raise InputError(short.format(f"about {len(pairs)}"))
         pairs[made.question] = solution(made.lines)  # a repeated question has the same answer and changes nothing
     return list(pairs.items())
 
 
 def draw_lines(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> tuple[Line, ...]:
-    """The operations of a problem; InputError if 10,000 draws give none.
+    """Draw the operations of a problem. Raises InputError if 10,000 draws give none.
 
     A held-out problem begins with a held-out pair. A training problem has no held-out pair in any operation. No result
     is negative or larger than `largest(high)`.
@@ -112,18 +113,18 @@ def draw_lines(rng: random.Random, low: int, high: int, heldout: bool, most_oper
 
 
 def largest(high: int) -> int:
-    """The largest result of a problem with operands of at most ``high``."""
+    """Return the largest possible result of a problem with operands of at most ``high``."""
     return max(99, 2 * high)
 
 
 def line(sign: str, x: int, y: int) -> Line:
-    """x + y, or the smaller number subtracted from the larger one."""
+    """Return the line x + y, or the line that subtracts the smaller number from the larger one."""
     x, y = (max(x, y), min(x, y)) if sign == "-" else (x, y)
     return x, sign, y, OPERATIONS[sign](x, y)
 
 
 def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> Problem:
-    """A word problem drawn from `rng`, of one to `most_operations` operations."""
+    """Draw a word problem of one to `most_operations` operations from `rng`."""
     first, *later = lines = draw_lines(rng, low, high, heldout, most_operations)
     text, name, items = rng.choice(TEMPLATES[first[1]]), rng.choice(NAMES), rng.choice(ITEMS)
     if later:
@@ -133,16 +134,16 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operati
 
 
 def solution(lines: Sequence[Line]) -> str:
-    """The worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
+    """Return the worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
     return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
 
 
 def annotated(answer: str) -> str:
-    """Rewrite a solution with calls of GSM8K's calculator and their results: `<<37-25=12>>\\n#### 12`."""
+    """Rewrite a solution as calls of GSM8K's calculator with their results: `<<37-25=12>>\\n#### 12`."""
     lines, result = answer.splitlines()[:-1], 0
     for index, line in enumerate(lines):
         x, sign, y, *_ = line.split()
-        x = str(result) if index else x  # a later operation goes on from the calculator's result
+        x = str(result) if index else x  # a later operation continues from the calculator's result
         result = OPERATIONS[sign](int(x), int(y))
         lines[index] = f"<<{x}{sign}{y}={result}>>"
     return "\n".join([*lines, f"#### {result}"])

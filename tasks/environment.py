@@ -1,8 +1,8 @@
 """The environment of a completion: a user's function that answers the turns of the policy (rollout.environment).
 
-Text that the policy wrote is never tokenised again. The answer is tokenised once, alone, and its tokens are appended.
-After an end token the answer is a turn of the model's chat template. After a text of rollout.stop it follows as it is,
-within the policy's turn. The function runs in the processes of tasks/scoring.py.
+Text from the policy is never tokenised again. The answer is tokenised once, separately, and its tokens are appended.
+After an end token, the answer is a turn in the model's chat template. After a text of rollout.stop, it follows
+unchanged within the policy's turn. The function runs in the processes of tasks/scoring.py.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ Waiting = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Turn(NamedTuple):
-    """A completion whose policy may have ended its turn with the last token."""
+    """A completion in which the last token may have ended the policy's turn."""
 
-    prompt: int  # its number in the engine's call
-    tokens: list[int]  # of the completion so far
+    prompt: int  # the prompt's number in the engine's call
+    tokens: list[int]  # the completion so far
     mask: list[bool]  # as in Completion
-    left: int  # new tokens that it may still have
+    left: int  # number of new tokens that are still allowed
 
 
 class Reply(NamedTuple):
-    """The tokens that follow a Turn. Without tokens and reason the turn has not ended: the policy goes on."""
+    """The tokens that follow a Turn. Without tokens and reason, the turn has not ended and the policy continues."""
 
-    tokens: list[int] = []  # of the environment
-    reason: str = ""  # the finish_reason of a completion that ends here
+    tokens: list[int] = []  # the environment's tokens
+    reason: str = ""  # the finish_reason if the completion ends here
 
 
 class Turns(NamedTuple):
-    """The environment of the completions of an engine's call."""
+    """The environment for the completions of one call of an engine."""
 
-    may_end: frozenset[int]  # the tokens after which `reply` is asked, end tokens among them
+    may_end: frozenset[int]  # the tokens, including end tokens, after which the engine calls `reply`
     reply: Callable[[Sequence[Turn]], list[Reply]]
-    waiting: Waiting = contextlib.nullcontext  # in which a rank waits for another one that asks
+    waiting: Waiting = contextlib.nullcontext  # the context in which a rank waits for another rank's call
 
 
 class Template(NamedTuple):
-    """How a chat template goes on after the policy's turn: with the environment's turn, then the policy's next one."""
+    """The continuation of a chat template after the policy's turn: the environment's turn, then the policy's."""
 
-    end: int | None = None  # the token that ends the policy's turn; None: there is no chat template
+    end: int | None = None  # the token that ends the policy's turn; None without a chat template
     before: Sequence[int] = ()  # the tokens between it and the environment's text
     after: Sequence[int] = ()  # the tokens between that text and the policy's next turn
 
 
 class Environment:
-    """The function of rollout.environment, which takes texts, for an engine, which has tokens."""
+    """The function of rollout.environment, which takes texts, in a form for an engine, which has tokens."""
 
     def __init__(
         self,
@@ -69,22 +69,20 @@ class Environment:
         waiting: Waiting = contextlib.nullcontext,
     ) -> None:
         if template.end is None and not rollout.stop:
-            raise InputError(
-                "rollout.stop: found none; needed: a text that ends a turn, or a model with a chat template"
-            )
+            raise InputError("rollout.stop: missing; set a text that ends a turn, or use a model with a chat template")
         self.rollout, self.tokenizer, self.pool, self.waiting = rollout, tokenizer, pool, waiting
         self.template, self.stop_tokens, self.stops = template, frozenset(stop_tokens), rollout.stop
         self.may_end = self.stop_tokens | self._completing()
-        self.seconds = 0.0  # for which decoding has waited for the function, since somebody set it to 0
+        self.seconds = 0.0  # how long decoding has waited for the function since the last reset to 0
 
     def turns(self, questions: Sequence[Question]) -> Turns:
-        """Return the turns of an engine's call whose prompts are those of ``questions``."""
+        """Return the Turns for a call of an engine with the prompts of ``questions``."""
         return Turns(
             self.may_end, lambda turns: self.reply([questions[turn.prompt] for turn in turns], turns), self.waiting
         )
 
     def reply(self, questions: Sequence[Question], turns: Sequence[Turn]) -> list[Reply]:
-        """Return the reply to each of the ``turns``, whose questions these are. All are asked about together."""
+        """Return the reply to each of ``turns``, which belong to ``questions``. All calls are made together."""
         replies = [self._without_asking(turn) for turn in turns]
         asked = [index for index, reply in enumerate(replies) if reply is None]
         spoken = [self.texts(turns[index].tokens, turns[index].mask) for index in asked]
@@ -94,7 +92,7 @@ class Environment:
         return replies
 
     def answers(self, calls: Sequence[tuple[list[str], dict[str, Any]]]) -> list[str | None]:
-        """Ask the function about each (turns, row). Raises InputError if a call fails or takes too long."""
+        """Call the function for each (turns, row). Raises InputError if a call fails or takes too long."""
         began, answers = time.monotonic(), []
         results = self.pool.results(ENVIRONMENT, calls, self.rollout.environment_seconds)
         for (texts, row), result in zip(calls, results, strict=True):
@@ -105,13 +103,13 @@ class Environment:
         return answers
 
     def _without_asking(self, turn: Turn) -> Reply | None:
-        """Return the reply to a turn that has not ended, or that another end token ended, otherwise None."""
+        """Return the reply to a turn that has not ended, or that ended with another end token; otherwise None."""
         if turn.tokens[-1] in self.stop_tokens:
             return None if turn.tokens[-1] == self.template.end else Reply(reason="stop")
         return None if self._stopped(turn.tokens, turn.mask) else Reply()
 
     def _reply(self, turn: Turn, number: int, text: str | None) -> Reply:
-        """Return the reply to the ``number``-th turn of a completion, from the function's ``text``."""
+        """Turn the function's ``text`` into the reply to the ``number``-th turn of a completion."""
         by_end_token = turn.tokens[-1] in self.stop_tokens
         if text is None:
             return Reply(reason="stop" if by_end_token else "environment")
@@ -125,14 +123,14 @@ class Environment:
         return Reply(answer)
 
     def shown(self) -> str:
-        """Return a line for `--check`: an answer to an end token, as the model sees it."""
+        """Return a line for `--check` that shows an answer after an end token, as the model sees it."""
         if self.template.end is None:
             return ""
         tokens = [self.template.end, *self.template.before, *plain_ids("ANSWER", self.tokenizer), *self.template.after]
         return f"after an end token the environment answers: {self.tokenizer.decode(tokens)!r}\n"
 
     def texts(self, tokens: list[int], mask: list[bool]) -> list[str]:
-        """Return the turns of policy and environment alternately, without the template's parts."""
+        """Return the turns of policy and environment alternately, without the tokens of the template."""
         found, ended = [], False
         for own, pairs in itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1]):
             ids = [token for token, _ in pairs]
@@ -144,13 +142,13 @@ class Environment:
 
     def _stopped(self, tokens: list[int], mask: list[bool]) -> bool:
         """Return whether the last token completes a text of rollout.stop in the policy's turn."""
-        turn = max((i + 1 for i, own in enumerate(mask) if not own), default=0)  # where it begins
+        turn = max((i + 1 for i, own in enumerate(mask) if not own), default=0)  # the start of the turn
         window = tokens[max(turn, len(tokens) - 1 - max(map(len, self.stops), default=0)) :]
         now, before = self.tokenizer.decode(window), self.tokenizer.decode(window[:-1])
         return any(now.count(stop) > before.count(stop) for stop in self.stops)
 
     def _completing(self) -> frozenset[int]:
-        """Return the tokens that can complete a text of rollout.stop: they hold it, or begin with an end of it."""
+        """Return the tokens that can complete a text of rollout.stop: they contain it, or begin with an end of it."""
         if not self.stops:
             return frozenset()
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
@@ -163,5 +161,5 @@ class Environment:
 
 
 def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of ``text``, in which the name of a special token is plain text and ends no turn."""
+    """Return the token ids of ``text``. The name of a special token in it is plain text, so it ends no turn."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])

@@ -1,10 +1,10 @@
-"""reward.method math: whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
+"""reward.method math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
 
 The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the processes of
-tasks/scoring.py: an expression may take a computer algebra system for ever, and the time limit there ends it.
-What is read here beyond math-verify: a full stop at the end of a box, groups of three digits after a space (115\\,000),
-words around one number where the gold answer is a number, and several boxes with nothing but `and`, `or`, commas or
-`x =` between them, which are a list. docs/usage.md says what math-verify itself reads wrongly.
+tasks/scoring.py, whose time limit ends it, because a computer algebra system may never finish an expression.
+In addition to math-verify, this file reads a full stop at the end of a box, groups of three digits after a space
+(115\\,000), and words around one number if the gold answer is a number. It reads several boxes with only `and`, `or`,
+commas or `x =` between them as a list. docs/usage.md lists the answers that math-verify itself reads wrongly.
 """
 
 import logging
@@ -16,14 +16,14 @@ from reward_gsm8k import NUMBER, Box, boxes
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise InputError(f"{error}; needed: pip install --no-deps -r requirements/cpu.txt") from None
+    raise InputError(f"{error}; install it: pip install --no-deps -r requirements/cpu.txt") from None
 
-DIGITS = 2000  # of a numerical comparison; math-verify's 15 take factors below 1e-15 for 0
+DIGITS = 2000  # precision of numerical comparisons; with math-verify's 15, factors below 1e-15 would count as 0
 SPACE = r"(?:\\[,;: ]|\{\\,\}|[ ~\u00a0\u2009\u202f])"
 THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?![\d/])")
 DECIMAL = re.compile(r"(\d*)\.(\d+)")
 
-LONGEST_GAP = 60  # characters between two boxes of a list
+LONGEST_GAP = 60  # most characters between two boxes of a list
 GAP = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;: ]|\\q?quad|and\b|or\b|\\(?:text|mathrm)\{\s*(?:and|or|,)\s*\}|"
     r"[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=)*"
@@ -32,7 +32,7 @@ GAP = re.compile(
 PLAIN_NUMBER = re.compile(rf"\$?[-+]?\\?\$?(?:{NUMBER})(?:\\?%)?\$?")
 TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
 SENTENCE = re.compile(r"[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|was|were|equals|costs|has|have)\b|:)")  # before a number
-# A number, and words after it, the first of which has three letters or more: xy and cm are none.
+# A number, and words after it. The first word has three letters or more, so xy and cm do not count.
 NAMED = re.compile(rf"({PLAIN_NUMBER.pattern})(?:[ ~]+(\(?[A-Za-z]{{3,}}[A-Za-z ,.'()-]*))?")
 OTHER_VALUE = re.compile(
     r"\b(?:or|and|to|plus|minus|times|point|factorial|squared|cubed|[b-z]|"
@@ -40,12 +40,12 @@ OTHER_VALUE = re.compile(
     re.IGNORECASE,
 )
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own limits of time are off
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would warn that its own time limits are off
 parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)  # the first call imports a parser, which may take seconds
 
 
 def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
-    """(1.0 or 0.0, whether there is an answer, whether it is right)."""
+    """Return 1.0 or 0.0, whether there is an answer, and whether it is right."""
     answers = last_boxes(completion)
     if not answers:
         return 0.0, False, False
@@ -60,7 +60,7 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
 
 
 def last_boxes(completion: str) -> list[str]:
-    """The contents of the last box and of the boxes before it that are one list with it, each content once."""
+    """Return the contents of the last box and of earlier boxes in the same list, each content once."""
     listed: list[Box] = []  # the last one first
     for box in reversed(boxes(completion)):
         if listed:
@@ -72,13 +72,13 @@ def last_boxes(completion: str) -> list[str]:
 
 
 def cleaned(text: str) -> str:
-    """The text without a full stop at its end and without spaces between groups of three digits."""
+    """Remove a full stop at the end of the text, and spaces between groups of three digits."""
     text = text.strip().removesuffix(".").strip()
     return THOUSANDS.sub(lambda number: re.sub(SPACE, "", number[0]), text)
 
 
 def number_in_words(text: str) -> str:
-    """The one number of a text like `The answer is 18 apples`; the text itself if it is anything else."""
+    """Return the only number in a text such as `The answer is 18 apples`. Return any other text unchanged."""
     words = TEXT.sub(r" \1 ", text).strip()
     if sentence := SENTENCE.match(words):
         words = words[sentence.end() :].strip()
@@ -87,11 +87,11 @@ def number_in_words(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """The text with fractions for its decimal numbers."""
+    """Replace the decimal numbers in the text by fractions."""
     return DECIMAL.sub(lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", text)
 
 
 def equal(answer: str, right: str) -> bool:
-    """Whether math-verify finds the two LaTeX texts equal."""
+    """Return whether math-verify finds the two LaTeX texts equal."""
     ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, right))
     return bool(verify(theirs, ours, numeric_precision=DIGITS, timeout_seconds=None))

@@ -1,8 +1,8 @@
 """Files of questions (.jsonl, .json, .parquet): their rows as prompts and gold answers.
 
-FORMS are the ways in which GSM8K and its copies are published; data.columns names the columns of any other file. A row
-that cannot be used is an InputError with the file, the number of the row, what was found and what is needed; no row is
-skipped or repaired silently. Rows count from 1; the number of a jsonl row is that of its line.
+FORMS are the forms in which GSM8K and its copies are published; data.columns names the columns of any other file. For
+an unusable row, InputError names the file, the row, the value found and the value needed. No row is skipped or repaired
+silently. Rows count from 1, and in a jsonl file the number of a row is that of its line.
 """
 
 import io
@@ -19,14 +19,14 @@ from inputs.files import one_line, parse_json, read_bytes, shown
 from knobs import Paths, listed
 from reward_gsm8k import gold_answer
 
-UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters: tokens and UTF-8 cannot hold them
-NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # ASCII digits, because the rewards compare these
-# A list, an object or bytes as JSON, Python or numpy writes them, also within quotes.
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters, which tokens and UTF-8 cannot represent
+NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # only ASCII digits, because the rewards compare these
+# A list, an object or bytes in the notation of JSON, Python or numpy, also within quotes.
 WRITTEN = re.compile(r"""['"]?([\w.]+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2""", re.DOTALL | re.IGNORECASE)
-TURN = re.compile(  # nothing but the role, unlike "her role: user support"
+TURN = re.compile(  # only the role, unlike "her role: user support"
     r"""\b(role|from)\\*['"]?\s*[:=]\s*\\*['"]?(system|developer|user|human|assistant|gpt|tool)(\\*['"]|\s*([\n,;})\]]|$))"""
 )
-TURN_WITHIN = 80  # characters, where a text begins with a turn, however it is written
+TURN_WITHIN = 80  # a text counts as a turn if its first 80 characters contain one in any notation
 # <image>, <|vision_start|>, <start_of_image>, <img src="...">, [IMG], [image 1], ![...](...), data:image/png;base64
 MEDIA = re.compile(
     r"<[|/]?(\w+_)?(im(age|g|_patch)|picture|vid(eo)?|audio|sound|speech|vision|media)s?"
@@ -35,16 +35,16 @@ MEDIA = re.compile(
     r"|!\[[^\]\n]*\]\([^)\n]+\)|\bdata:(image|video|audio)/",
     re.IGNORECASE,
 )
-# Columns beside the question without which it is another one.
+# Additional columns without which the question is a different one.
 BESIDE = re.compile(
     r"(.*_)?(image|img|picture|photo|video|audio|sound|pixel|multi_?modal|tool)s?\d*(_.*)?"
     r"|(attached_|input_)?(figure|file|document|doc|attachment|function)s?(_calls?|_paths?)?|speech|media|mm_data|pdf"
 )
 EMPTY = ("", "[]", "{}", "()", "[none]", "[null]", '[""]', "['']", "none", "null", "nan", "<na>", "n/a")
-OTHER_COLUMNS = "data.source=file reads any other question and answer, whose columns data.columns names"
+OTHER_COLUMNS = "for a question and an answer in other columns, set data.source=file and data.columns"
 
-# Characters that are drawn as nothing and are letters, marks or unassigned to Unicode (Default_Ignorable_Code_Point),
-# and the empty pattern of Braille.
+# Invisible characters that Unicode counts as letters, as marks or as unassigned (Default_Ignorable_Code_Point), and the
+# empty Braille pattern.
 INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\ufe00-\ufe0f\ufff0-\ufff8\U00016fe4\U000e0000-\U000e0fff]"
 )
@@ -56,31 +56,31 @@ class Question(NamedTuple):
     """A question of a file, or a generated one."""
 
     question: str  # the texts of its turns, without the system turn
-    answer: str  # as a worked example shows it; of GSM8K and arithmetic it ends in `#### N`
-    gold: str  # what a completion's answer is compared with: N without commas, or of data.source file the answer
-    prompt: list[int] = []  # token ids, chat template applied; data_gsm8k.load adds them
-    turns: Sequence[Turn] = ()  # the prompt as text: they end with a user turn
+    answer: str  # the answer of a worked example; for GSM8K and arithmetic it ends in `#### N`
+    gold: str  # the answer to compare with: N without commas, or the answer itself for data.source file
+    prompt: list[int] = []  # token ids with the chat template applied, which data_gsm8k.load adds
+    turns: Sequence[Turn] = ()  # the prompt as text, which ends with a user turn
     columns: dict[str, Any] = {}  # all columns of the file
     where: str = ""  # the file and the number of the row
     position: int = -1  # among the questions of its split, from 0
 
     @classmethod
     def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:
-        """A question whose worked answer ends in `#### N`; without ``turns`` it is one user turn."""
+        """Create a question whose worked answer ends in `#### N`. Without ``turns`` it is one user turn."""
         known = columns or dict(question=question, answer=answer)
         return cls(question, answer, gold_number(answer), [], turns or [("user", question)], known)
 
 
 class Form(NamedTuple):
-    """One way to write questions and answers as columns; a.b is the column b of the object in column a, "" is none."""
+    """A way to write questions and answers in columns. a.b is column b of the object in column a; "" is no column."""
 
     name: str
     needs: tuple[str, ...]  # a file has this form if its first row has these columns
     question: str  # column of a text, or of a list of turns
-    answer: str  # column of the worked answer, which ends in `#### N`; LAST_TURN: an assistant turn after the question
-    number: str = ""  # column of N alone; one of the two is enough
+    answer: str  # column of the worked answer, which ends in `#### N`; LAST_TURN: the turn after the question
+    number: str = ""  # column of N alone; one of these two columns is enough
     bare_question: str = ""  # column of the last user turn without the instruction of the file's author
-    marked: bool = True  # `#### ` is before the gold answer; otherwise the text of the answer is the gold answer
+    marked: bool = True  # `#### ` precedes the gold answer; otherwise the whole answer is the gold answer
 
 
 LAST_TURN = "the assistant turn"  # no file has a column of this name
@@ -99,23 +99,22 @@ FORMS = (
 
 
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
-    """The rows of one file or several, and the name of its form, which the first row of all decides.
+    """Read the rows of one or several files, and the name of their form, which the very first row decides.
 
-    A question that several rows ask (`composed`) counts once, as its first row has it: copies of it are no further
-    questions, neither in a step nor in an interval. The name of the form says how many rows there are. InputError if
-    the copies have different answers.
+    If several rows ask the same question (`composed`), only the first one counts, in steps and in intervals. The name
+    of the form gives the number of rows. Raises InputError if the copies have different answers.
 
-    ``count``: so many questions, evenly spaced, because files are often in an order; 0: all.
+    ``count`` is the number of questions to take, evenly spaced, because files are often sorted; 0 means all.
 
-    ``columns``: the names of the columns question and answer, whose text is the gold answer. Without them the file has
-    one of FORMS, and the gold answer is the number after `####`.
+    ``columns`` names the columns question and answer, whose text is the gold answer. Without it, the file has one of
+    FORMS, and the gold answer is the number after `####`.
     """
     form: Form | None = None
     if columns:
         form = Form(
             f"columns {' and '.join(columns.values())}", (), columns["question"], columns["answer"], marked=False
         )
-    rows: dict[str, Question] = {}  # the question as it is compared -> the first row that asks it
+    rows: dict[str, Question] = {}  # maps a question in its compared form to the first row that asks it
     num_rows = 0
     for path in map(Path, listed(paths)):
         for where, raw in _table(path):
@@ -129,8 +128,8 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
             known = rows.setdefault(composed(row.question), row._replace(where=where))
             if _value(row.gold) != _value(known.gold):
                 raise InputError(
-                    f"{where}: answer: {row.gold[:60]}; {known.where} has the same question with {known.gold[:60]}; "
-                    "needed: one answer"
+                    f"{where}: answer: {row.gold[:60]}, but {known.where} has the same question with "
+                    f"{known.gold[:60]}; keep one answer"
                 )
     questions = list(rows.values())
     name = form.name if form else ""
@@ -139,7 +138,9 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
         size += f", {len(questions)} different question{'s' * (len(questions) > 1)}"
         name += f"; {size}"
     if count > len(questions):
-        raise InputError(f"data.num_train: found {count}; {', '.join(listed(paths))}: {size}; needed: no more")
+        raise InputError(
+            f"data.num_train: {count} exceeds the questions of {', '.join(listed(paths))} ({size}); lower it"
+        )
     if not count:
         return questions, name
     chosen = [questions[index * len(questions) // count] for index in range(count)]
@@ -150,22 +151,22 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
 
 
 def _form_of(raw: dict[str, Any]) -> Form:
-    """The first of FORMS whose columns the row has, in any case of letters."""
+    """Return the first of FORMS whose columns the row has, ignoring upper and lower case."""
     names = {name.lower() for name in raw}
     for form in FORMS:
         if names.issuperset(form.needs):
             return form
     raise InputError(
-        f"found the columns {', '.join(sorted(names)) or 'none'}; needed: an object with columns question and answer, "
-        "or messages, or prompt with reward_model"
+        f"found the columns {', '.join(sorted(names)) or 'none'}; give question and answer, messages, or prompt with "
+        "reward_model"
     )
 
 
 def _by_form(raw: dict[str, Any], form: Form) -> Question:
-    """The row of a file that has one of FORMS; the gold answer is the number after `####`."""
+    """Read the row of a file that has one of FORMS. The gold answer is the number after `####`."""
     row = {name.lower(): value for name, value in raw.items()}
     if len(row) < len(raw):
-        raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; needed: one of each")
+        raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; keep one of each")
     _refuse_beside(raw, form.question, form.answer)
     turns, last_turn = _turns(row, form.question)
     if _column(row, form.bare_question) is not None:
@@ -182,7 +183,7 @@ def _by_form(raw: dict[str, Any], form: Form) -> Question:
 
 
 def _with_number(answer: str | None, number: str, form: Form) -> str:
-    """The worked answer of a row that has `#### N` in another column as well, or alone there."""
+    """Return the worked answer of a row that also, or only, has `#### N` in another column."""
     if answer is None:
         return number
     if "####" not in answer:
@@ -194,7 +195,7 @@ def _with_number(answer: str | None, number: str, form: Form) -> str:
 
 
 def _by_name(raw: dict[str, Any], form: Form) -> Question:
-    """The row of a file whose columns data.columns names; the gold answer is a text or a number."""
+    """Read the row of a file whose columns data.columns names. The gold answer is a text or a number."""
     _refuse_beside(raw, form.question, form.answer)
     turns, _ = _turns(raw, form.question)
     found = _column(raw, form.answer)
@@ -208,21 +209,21 @@ def _text_of(turns: list[Turn]) -> str:
 
 
 def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
-    """The turns in a column up to the last user turn, and the text of an assistant turn after it.
+    """Return the turns in a column up to the last user turn, and the text of an assistant turn after it.
 
-    A text is one user turn. In a list a system turn may come first; then user and assistant take turns.
+    A text is one user turn. A list may begin with a system turn, followed by user and assistant alternately.
     """
     found = _column(row, name)
     if not isinstance(found, list):
         return [("user", _asked(row, name))], None
     if not all(isinstance(turn, dict) for turn in found):
-        raise InputError(f"{name}: found {shown(found)}; needed: a list of objects with role and content")
+        raise InputError(f"{name}: found {shown(found)}; give a list of objects with role and content")
     roles = [str(turn.get("role")) for turn in found]
     talk = roles[1:] if roles[:1] == ["system"] else roles
     if not talk or any(role != ("user", "assistant")[index % 2] for index, role in enumerate(talk)):
         raise InputError(
-            f"{name}: found the turns {', '.join(roles) or 'none'}; needed: system or not, then user and assistant by "
-            "turns"
+            f"{name}: found the turns {', '.join(roles) or 'none'}; give an optional system turn, then user and "
+            "assistant alternately"
         )
     turns = []
     for role, turn in zip(roles, found, strict=True):
@@ -234,7 +235,7 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
 
 
 def _column(row: dict[str, Any], name: str) -> Any:
-    """The value of a column, None if there is none, or for no name; a name with dots leads into objects."""
+    """Return the value of a column, or None without a name or a value. A name with dots leads into objects."""
     if not name:
         return None
     value: Any = row
@@ -244,32 +245,32 @@ def _column(row: dict[str, Any], name: str) -> Any:
 
 
 def _text(row: dict[str, Any], name: str) -> str:
-    """The text in column ``name``, which must be there, not empty, and valid Unicode."""
+    """Return the text in column ``name``, which must exist, not be empty, and be valid Unicode."""
     value = _column(row, name)
     if value is None:
         raise InputError(f"{name}: missing or null; found the columns {', '.join(map(str, row)) or 'none'}")
     if not isinstance(value, str):
-        raise InputError(f"{name}: found {shown(value)}; needed: a text")
+        raise InputError(f"{name}: found {shown(value)}; give a text")
     if not value.strip():
-        raise InputError(f"{name}: found an empty text")
+        raise InputError(f"{name}: found an empty text; fill it in or remove the row")
     if UNUSABLE.search(value):
-        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; needed: valid Unicode without")
+        raise InputError(f"{name}: found a lone surrogate or NUL in {shown(value)}; remove it")
     if WRITTEN.fullmatch(value.strip()) and TURN.search(value):
-        raise InputError(f"{name}: found {shown(value)}, turns written as text; needed: a text, or turns as a list")
+        raise InputError(f"{name}: found {shown(value)}, turns written as text; give a text, or turns as a list")
     return value
 
 
 def _asked(row: dict[str, Any], name: str) -> str:
-    """Return a _text that the model is asked; InputError if it is another value in writing, or stands for a medium."""
+    """Return the _text of a question. Raises InputError for another value written as text, or for a medium."""
     text = _text(row, name)
     stripped = text.strip()
     if stripped.lower() in EMPTY or WRITTEN.fullmatch(stripped) or TURN.search(text[:TURN_WITHIN]):
         raise InputError(
-            f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; needed: a text, or a "
-            "list of turns that is one in the file, too"
+            f"{name}: found {shown(text)}, a list, an object or an empty cell written as text; give a text, or "
+            "turns as a real list"
         )
     if mark := MEDIA.search(text):
-        raise InputError(f"{name}: found {shown(mark[0])}, which stands for a medium; needed: questions of text alone")
+        raise InputError(f"{name}: found {shown(mark[0])}, which stands for a medium; use questions that are only text")
     return text
 
 
@@ -282,46 +283,46 @@ def _refuse_beside(row: dict[str, Any], *read: str) -> None:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name).lower()
         if BESIDE.fullmatch(words) and name not in read and _filled(value):
             raise InputError(
-                f"{name}: found {shown(value)}, which no prompt shows; needed: questions without it, or no such column"
+                f"{name}: found {shown(value)}, which no prompt shows; remove such questions, or the column"
             )
 
 
 def _filled(value: Any) -> bool:
-    """Return whether a cell has content, in a list or an object anywhere."""
+    """Return whether a cell has content, also within a list or an object."""
     if isinstance(value, list | dict):
         return any(map(_filled, value.values() if isinstance(value, dict) else value))
     return bool(value) and str(value).strip().lower() not in EMPTY
 
 
 def gold_number(answer: str) -> str:
-    """The final number of a worked answer; raises InputError unless it ends in exactly one `#### N`."""
+    """Return the final number of a worked answer. Raises InputError unless it ends in exactly one `#### N`."""
     try:
         gold = gold_answer(answer) if answer.count("####") == 1 else ""
     except ValueError:
         gold = ""
     if not NUMBER.fullmatch(gold):
-        found = ascii(answer[-50:])  # ascii: digits of another script look like ours
-        raise InputError(f"answer: found {found}; needed: a worked answer that ends in '#### ' and one number")
+        found = ascii(answer[-50:])  # ascii, because digits of another script can look like ours
+        raise InputError(f"answer: found {found}; give a worked answer that ends in '#### ' and one number")
     return gold
 
 
 def _value(gold: str) -> Decimal | str:
-    """By which gold answers are compared: the number, or else the text."""
+    """Return the form in which gold answers are compared: the number, or otherwise the text."""
     return Decimal(gold) if NUMBER.fullmatch(gold) else gold
 
 
 def words(text: str) -> str:
-    """`text` with single spaces and in Unicode's form NFKC: a template or a tokenizer may change spaces and forms."""
+    """Return `text` in Unicode's form NFKC with single spaces, since a template or tokenizer may change both."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def composed(question: str) -> str:
-    """Return the text by which questions are one: in Unicode's composed form NFC, and with single spaces."""
+    """Return the text that decides whether questions are the same: in Unicode's form NFC, with single spaces."""
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
 def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
-    """Return the questions of ``rows`` that ``others`` ask as well."""
+    """Return the questions of ``rows`` that ``others`` also ask."""
     known = {composed(row.question) for row in others}
     return [row.question for row in rows if composed(row.question) in known]
 
@@ -329,7 +330,7 @@ def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
 def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
     """Return the pairs of different questions, one from each sequence, that a reader can hardly tell apart.
 
-    They may be one question twice, or two such as 3² and 32. For that reason nobody refuses them.
+    They may be copies of one question, or two questions such as 3² and 32, so they are not refused.
     """
     known = {normalised(row.question): row.question for row in reversed(first)}
     pairs = [(known.get(normalised(row.question), row.question), row.question) for row in second]
@@ -337,9 +338,9 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
 
 
 def normalised(question: str) -> str:
-    """Return the text that two questions share which a reader can hardly tell apart, or which differ in case.
+    """Return a text that is equal for questions that look almost alike or differ only in case.
 
-    It is in form NFKC, without case, without characters of no width and control characters, and with single spaces.
+    It is in form NFKC and in lower case, has single spaces, and has no control characters or characters without width.
     """
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
@@ -351,36 +352,37 @@ def normalised(question: str) -> str:
 
 
 def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file and number, row) of each row of a file, whose ending says how it is written.
+    """Return each row of a file with its file name and number. The ending gives the file's format.
 
-    Not by pandas: it would change what a reward gets (null to nan, whole numbers beside null to fractions).
+    pandas is not used, because it would change a reward's input: null to nan, and whole numbers in a column with null
+    to fractions.
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
-        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; needed: one of {', '.join(readers)}")
+        raise InputError(f"{path}: found the ending {path.suffix or 'none'!r}; use one of {', '.join(readers)}")
     rows = []
     for number, row in readers[path.suffix](read_bytes(path), path):
         where = f"{path}, row {number}"
         if not isinstance(row, dict):
-            raise InputError(f"{where}: found {type(row).__name__}; needed: an object with columns")
+            raise InputError(f"{where}: found {type(row).__name__}; give an object with columns")
         rows.append((where, row))
     if not rows:
-        raise InputError(f"{path}: no rows found; needed: at least one question")
+        raise InputError(f"{path}: has no rows; add at least one question")
     return rows
 
 
 def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    # Split at \n alone: splitlines() of a text would also split at U+2028 inside a question.
+    # Split only at \n, because splitlines() of a text would also split at U+2028 inside a question.
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
             if line.strip():
                 yield number, parse_json(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, row {number}: not one JSON object a line: {one_line(error)}") from error
+            raise InputError(f"{path}, row {number}: the line is not a JSON object: {one_line(error)}") from error
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
-    """The rows of a list of objects, or of an object that holds one list."""
+    """Return the rows of a list of objects, or of an object that contains one list."""
     try:
         found = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -388,7 +390,9 @@ def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
     values = found.values() if isinstance(found, dict) else [found]
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
-        raise InputError(f"{path}: found {len(lists)} lists of rows; needed: a list of objects, or an object with one")
+        raise InputError(
+            f"{path}: found {len(lists)} lists of rows; give a list of objects, or an object with one list"
+        )
     return enumerate(lists[0], start=1)
 
 

@@ -1,9 +1,9 @@
-"""Scores of completions: the reward that is learned from, whether an answer was found, and whether it is correct.
+"""Scores of completions: the reward to learn from, whether an answer was found, and whether it is correct.
 
 reward.method computes them in this process. reward.function, the method math and rollout.environment may hang or crash,
-so they are called in processes of their own, one call at a time in each. These are plain child processes, not those of
-multiprocessing or pebble: with its method spawn each of them would import the trainer and torch, and with fork a later
-one would copy a process that has started a device.
+so they run in separate processes, one call at a time in each. These are plain child processes. multiprocessing and
+pebble would import the trainer and torch in each process with the method spawn. With fork, a process that is started
+later would copy one that has started a device.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
 START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
-START_SECONDS = 120  # to import the file, which may import a large package
-IMPORTING, IMPORTED = "importing", "imported"  # what a process sends when an import begins, and when it ends
-MOST = 8  # workers of a rank
-NEEDED = "needed: a number, or (number, answer found, correct), both of these bool, or {'score': number, ...}"
+START_SECONDS = 120  # time limit for importing the file, which may import a large package
+IMPORTING, IMPORTED = "importing", "imported"  # a process sends these when an import begins and when it ends
+MOST = 8  # largest number of workers per rank
+NEEDED = "return a number, (number, answer found, correct) with two bools, or {'score': number, ...}"
 ENVIRONMENT = "rollout.environment"
-NEEDED_TEXT = "needed: a text, or None where the completion ends"
+NEEDED_TEXT = "return a text, or None to end the completion"
 
 
 class Call(NamedTuple):
-    """What a completion is scored by: the arguments of reward.function."""
+    """The arguments of reward.function for one completion."""
 
     completion: str
     gold: str
@@ -56,27 +56,27 @@ class Call(NamedTuple):
 
 class Score(NamedTuple):
     reward: float
-    found: bool  # an answer was found in the completion
-    correct: bool  # this is what accuracy counts
+    found: bool  # whether an answer was found in the completion
+    correct: bool  # whether accuracy counts the completion
     answer: str | None = None  # the answer that reward.method found
-    parts: dict[str, float | str] = {}  # what else a reward.function says of it; numbers are logged by their names
-    text: str = ""  # what was scored
+    parts: dict[str, float | str] = {}  # other values from reward.function; numbers are logged by their names
+    text: str = ""  # the text that was scored
 
 
 class Failure(NamedTuple):
-    """Why a call has no score."""
+    """The reason why a call has no result."""
 
     cause: str  # one line
     trace: str = ""  # the traceback of an exception
 
 
 class Pool:
-    """Processes that import the functions of a user and call them. Start them before the device."""
+    """Processes that import a user's functions and call them. They must be started before the device."""
 
     def __init__(self, functions: Mapping[str, str], beat: Callable[[], None] = lambda: None) -> None:
-        """``functions``: key -> FILE.py:NAME; each process imports all of them, and without any there is no process.
+        """Start the processes. Each imports all ``functions``, which map a key to FILE.py:NAME.
 
-        ``beat`` is called at least once a second while the processes work.
+        Without a function there is no process. ``beat`` is called at least once a second while the processes work.
         """
         self.functions, self.beat = functions, beat
         self.workers: list[Worker] = []
@@ -84,7 +84,7 @@ class Pool:
             return
         count = max(1, min(MOST, usable_cores() // variable("LOCAL_WORLD_SIZE", 1, 1, 2**16)))
         self.workers = [Worker(functions) for _ in range(count)]
-        self.threads = ThreadPool(count)  # each waits for the answer of one process at a time
+        self.threads = ThreadPool(count)  # each thread waits for one process at a time
         try:
             self.threads.map(Worker.wait_for_start, self.workers)
         except InputError:
@@ -95,7 +95,7 @@ class Pool:
             self.idle.put(worker)
 
     def results(self, key: str, calls: Sequence[tuple], seconds: float) -> Iterator[Any]:
-        """Yield what the function of ``key`` makes of each of the ``calls``, in their order, or a Failure.
+        """Yield the result of the function of ``key`` for each of ``calls``, in their order, or a Failure.
 
         A call may take ``seconds``.
         """
@@ -104,7 +104,7 @@ class Pool:
             yield self._next(results)
 
     def _ask(self, key: str, call: tuple, seconds: float) -> Any:
-        """In a thread: what a process that is idle makes of the call."""
+        """Make the call in an idle process. Runs in a thread."""
         worker = self.idle.get()
         try:
             return worker.ask(key, call, seconds)
@@ -118,7 +118,7 @@ class Pool:
                 return results.next(timeout=1)
 
     def refuse(self, key: str, failure: Failure, row: Mapping[str, Any], what: str, text: str) -> NoReturn:
-        """Raise the InputError of a call that failed, and print its traceback. ``what``: the name of its ``text``."""
+        """Print the traceback of a call that failed, and raise InputError. ``what`` is the name of its ``text``."""
         sys.stderr.write(failure.trace)
         raise InputError(
             f"{key}: {self.functions[key]} {failure.cause}; question {str(row.get('question', row))[:60]!r}, "
@@ -126,7 +126,7 @@ class Pool:
         )
 
     def close(self) -> None:
-        """End the processes. They also end with the process that started them."""
+        """End the processes. They also end when the process that started them ends."""
         if not self.workers:
             return
         self.threads.terminate()
@@ -138,12 +138,12 @@ class Pool:
 
 
 class Scorer(Pool):
-    """The reward of a run; its processes also call rollout.environment. Make it before the device is started."""
+    """The reward of a run. Its processes also call rollout.environment. It must be created before the device starts."""
 
     def __init__(
         self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
     ) -> None:
-        """``beat``: see Pool. ``environment``: the function of rollout.environment, if there is one."""
+        """Start the processes that the reward needs. ``environment`` is rollout.environment; for ``beat`` see Pool."""
         self.reward = reward
         self.key = "reward.function" if reward.function else "reward.method"
         self.name = f"{self.key}: {reward.function or reward.method}"
@@ -152,11 +152,11 @@ class Scorer(Pool):
         super().__init__(functions | ({ENVIRONMENT: environment} if environment else {}), beat)
 
     def __call__(self, calls: Sequence[Call]) -> list[Score]:
-        """The score of each completion, in their order.
+        """Score each completion, in their order.
 
-        InputError if a call of reward.function fails or takes too long (its traceback is printed), or if the method
-        cannot compare anything with the gold answer. The method math finds no answer in a completion that takes it too
-        long.
+        Raises InputError if a call of reward.function fails or takes too long, after printing its traceback, or if the
+        method cannot compare anything with the gold answer. If a completion takes the method math too long, math finds
+        no answer in it.
         """
         if not self.in_processes:
             return [self._of_method(call) for call in calls]
@@ -166,9 +166,9 @@ class Scorer(Pool):
     def _of_method(self, call: Call) -> Score:
         try:
             reward = reward_gsm8k.score(call.completion, call.gold, self.reward.method)
-        except ValueError as error:  # a gold answer that is no number
+        except ValueError as error:  # the gold answer is not a number
             raise InputError(
-                f"{self.name}: {error}; other answers need reward.method math or a reward.function"
+                f"{self.name}: {error}; for other answers, set reward.method to math or use a reward.function"
             ) from None
         answer = reward_gsm8k.extract(call.completion, self.reward.method)
         return Score(reward, answer is not None, reward == 1.0, answer)
@@ -183,7 +183,7 @@ class Scorer(Pool):
 
 
 class Worker:
-    """A process that imports functions and then answers calls. Where it has ended, the next call starts another."""
+    """A process that imports functions and then answers calls. If it has ended, the next call starts another one."""
 
     def __init__(self, functions: Mapping[str, str]) -> None:
         self.functions = functions
@@ -199,7 +199,7 @@ class Worker:
         theirs.close()
 
     def wait_for_start(self) -> None:
-        """InputError if a function cannot be imported, or cannot be called with its ARGUMENTS."""
+        """Raise InputError if a function cannot be imported or does not take its arguments."""
         for key, named in self.functions.items():
             problem = self.answer(START_SECONDS)
             if isinstance(problem, Failure):
@@ -208,13 +208,13 @@ class Worker:
                 raise InputError(problem)
 
     def restart(self) -> None:
-        """Start another process in place of one that has ended."""
+        """Replace a process that has ended by another one."""
         self.end()
         self.start()
         self.wait_for_start()
 
     def ask(self, key: str, call: tuple, seconds: float) -> Any:
-        """What the function of ``key`` makes of the arguments ``call``, or a Failure."""
+        """Return the result of the function of ``key`` for the arguments ``call``, or a Failure."""
         try:
             self.connection.send((key, tuple(call)))
         except OSError:  # the process has ended
@@ -223,9 +223,9 @@ class Worker:
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> Any:
-        """Return what the process sends next, or a Failure if it ends, or takes more than ``seconds`` and is ended.
+        """Return the next value from the process, or a Failure if it ends or takes more than ``seconds``.
 
-        They begin anew when the process has imported a package, for which it has START_SECONDS.
+        A process that takes too long is ended. An import may take START_SECONDS, and the time starts again after it.
         """
         limit = seconds
         try:
@@ -254,13 +254,13 @@ class Worker:
 
 
 def serve(end: str, *functions: str) -> None:
-    """Import the functions, then answer calls until the other end is closed. ``functions``: keys and FILE.py:NAME."""
+    """Import ``functions``, which are keys and FILE.py:NAME, and answer calls until the other end is closed."""
     connection = Connection(int(end))
-    os.dup2(2, 1)  # what a function prints does not mix with the output of a command
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
+    os.dup2(2, 1)  # so that prints of a function do not mix with the output of a command
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but the parent ends this process
     with contextlib.suppress(AttributeError, OSError):
-        # PR_SET_PDEATHSIG of Linux, so that a call that hangs ends, too: with the thread that started this process, the
-        # main thread or one of Pool.threads.
+        # PR_SET_PDEATHSIG of Linux also ends a call that hangs, when the thread that started this process ends. That is
+        # the main thread or one of Pool.threads.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     imported = {}
     for key, named in zip(functions[::2], functions[1::2], strict=True):
@@ -282,14 +282,14 @@ def serve(end: str, *functions: str) -> None:
 
 
 def announcing(plain: Callable[..., Any], connection: Connection, busy: threading.Lock) -> Callable[..., Any]:
-    """Return ``plain``, which imports a module, so that it sends IMPORTING before it and IMPORTED after it.
+    """Wrap ``plain``, which imports a module, so that it sends IMPORTING before the import and IMPORTED after it.
 
     ``busy`` is locked during an import.
     """
     process = os.getpid()
 
     def announced(name: str, *arguments: Any, **named: Any) -> Any:
-        # Imports within an import belong to it; those of other threads and processes are the function's own affair.
+        # Imports within an import belong to it. Imports in other threads and processes are not announced.
         alone = threading.current_thread() is threading.main_thread() and os.getpid() == process
         if name in sys.modules or not alone or not busy.acquire(blocking=False):
             return plain(name, *arguments, **named)
@@ -304,7 +304,7 @@ def announcing(plain: Callable[..., Any], connection: Connection, busy: threadin
 
 
 def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
-    """Return what the function returns, ``checked``, or a Failure for an exception."""
+    """Call the function and return its result, ``checked``, or a Failure for an exception."""
     try:
         return checked(function(*call))
     except (Exception, SystemExit) as error:
@@ -312,17 +312,17 @@ def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any]
 
 
 def text_of(value: Any) -> str | None | Failure:
-    """Return the environment's text or None, a Failure for anything else. Raises UnicodeError for surrogates."""
+    """Return the environment's text or None, or a Failure for anything else. Raises UnicodeError for surrogates."""
     if isinstance(value, str):
-        return value.encode().decode()  # a plain str, whatever class of the user's file the value has
+        return value.encode().decode()  # a plain str, even if the value has a class of the user's file
     return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}") if value is not None else None
 
 
 def score_of(value: Any) -> Score | Failure:
-    """Return the score that a reward returned, a Failure for anything that is none.
+    """Return the score that a reward returned, or a Failure for any other value.
 
-    A score is a number, (score, found, correct), or a mapping that has "score". The entries "found" and "correct" may
-    be absent; all others are parts. Without "correct", a score counts as correct from 1.0 on.
+    A score is a number, (score, found, correct), or a mapping with "score". The entries "found" and "correct" may be
+    absent, and all others are parts. Without "correct", a score of 1.0 or more counts as correct.
     """
     try:
         named = dict(zip(("score", "found", "correct"), value, strict=True)) if isinstance(value, tuple) else value
@@ -335,7 +335,7 @@ def score_of(value: Any) -> Score | Failure:
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     numbers = [part for part in parts.values() if isinstance(part, float)]
     if not all(map(math.isfinite, [score.reward, *numbers])):
-        return Failure(f"returned {value!r:.80}; needed: a finite number")
+        return Failure(f"returned {value!r:.80}; return a finite number")
     if isinstance(reward, str | bytes) or (found, correct) != (score.found, score.correct):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
     return score

@@ -386,7 +386,7 @@ def test_an_engine_that_does_not_read_the_scripts_own_keys_can_be_chosen(script:
     cfg = load_config(ROOT / path, overrides)
     assert (cfg.rollout.engine, cfg.data.source) == ("torch", "arithmetic")
     assert (cfg.rollout.tensor, cfg.rollout.kv_cache_mib, cfg.data.train_path) == (1, 512, "")  # the defaults
-    with pytest.raises(InputError, match="override rollout.tensor: not read, rollout.engine is not vllm"):
+    with pytest.raises(InputError, match="override rollout.tensor: has no effect because rollout.engine is not vllm"):
         load_config(ROOT / path, [*overrides, "rollout.tensor=1"])
 
 

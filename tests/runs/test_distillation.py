@@ -197,7 +197,9 @@ def test_a_teacher_that_is_the_policy_teaches_exactly_nothing_and_stops_the_run(
         assert row["actor/teacher_kl"] == row["actor/grad_norm"] == row["actor/loss"] == 0.0, row
     for error, message in training.raised(nothing, training.config(models[kind], tmp_path / "out", **settings), layout):
         assert error is Tripped
-        assert message.startswith("checks.impossible: step 1: the KL to the teacher is exactly 0: ")
+        assert message.startswith(
+            "checks.impossible: step 1: the KL to the teacher is exactly 0, so the teacher is the policy itself"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ resumes

@@ -444,7 +444,7 @@ def test_peft_adapter_has_the_trainers_logprobs_when_on_and_the_bases_when_off(
     assert export.main([str(run.folder), "--adapter", str(out)]) == 0
     streams = capsys.readouterr()
     assert streams.out == f"wrote {out}: PEFT adapter after step 3\n"
-    assert "belongs to a base with" not in streams.err  # a note for quantised bases
+    assert "the adapter needs a base with" not in streams.err  # a note for quantised bases
     copied, written = {"tokenizer.json", "generation_config.json"}, {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in out.iterdir()} == {*written, "README.md"} | copied
     assert "transformers 5.19" in (out / "README.md").read_text()
@@ -566,8 +566,8 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 
 REFUSALS = {  # what is wrong: how it is made so, given the run, base and target folders; what the line says; options
-    "target in use": (lambda r, b, t: (t.mkdir(), (t / "x").touch()), ["already there and not an empty directory"]),
-    "no run": (lambda r, b, t: shutil.rmtree(r), ["no config.yaml", "needed: a run folder"]),
+    "target in use": (lambda r, b, t: (t.mkdir(), (t / "x").touch()), ["already exists and is not an empty directory"]),
+    "no run": (lambda r, b, t: shutil.rmtree(r), ["no config.yaml", "give the folder of a run"]),
     "factors missing": (lambda r, b, t: save_factors(r, **{QKV_A: None}), [f"{QKV_A} is missing", LAST]),
     "a factor's shape": (
         lambda r, b, t: save_factors(r, **{QKV_A: torch.ones(2, 64)}),
@@ -581,7 +581,12 @@ REFUSALS = {  # what is wrong: how it is made so, given the run, base and target
         lambda r, b, t: rewrite(r / "config.yaml", "alpha: 8.0", "alpha: 9.0"),
         ["config.yaml: changed since step-000003", "lora.alpha: 8.0", "9.0"],
     ),
-    "an absent step": (lambda r, b, t: None, ["no step-000009 in", "there: step-000002, step-000003"], "--step", "9"),
+    "an absent step": (
+        lambda r, b, t: None,
+        ["has no step-000009; choose from: step-000002, step-000003"],
+        "--step",
+        "9",
+    ),
 }
 
 

@@ -212,12 +212,13 @@ def test_other_inputs_under_the_same_path_are_refused_with_both_checksums_or_acc
 
     changed = [tmp_path / name for name in ("model/chat_template.jinja", "model/model.safetensors")]
     template, weights = changed
-    was = ["not there", sha256_file(weights)]
+    was = ["absent", sha256_file(weights)]
     template.write_text(json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["chat_template"])
     flip_a_bit(weights)
     lines = run_record.changed_inputs(run, run_record.input_files(cfg), Path(cfg.model.path))
     for path, before, line in zip(changed, was, lines, strict=True):
-        assert line.startswith(f"{path}: when {run}") and before in line and sha256_file(path) in line
+        assert line.startswith(f"{path}: was ") and f"{before} when {run} was started, is sha256" in line
+        assert sha256_file(path) in line
     before = contents(run)
     code, text = command(tmp_path / "config.yaml")
     assert code == 2 and text.count("\n") == 1 and f"{lines[0]} (and 1 more)" in text, text
@@ -288,7 +289,7 @@ def test_a_write_that_the_system_cuts_short_is_a_clear_error(tmp_path: Path, cfg
 
     def save_under_a_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses larger files
-        with pytest.raises(InputError, match="step-000002: not written: .*File too large"):
+        with pytest.raises(InputError, match="step-000002: cannot be written: .*File too large"):
             save(tmp_path, 2, tensors_of(2, size=100_000), {}, cfg)
 
     assert in_child(save_under_a_limit) == 0
@@ -381,7 +382,7 @@ def test_completions_that_cannot_be_written_end_the_run_in_one_line_and_nothing_
 
     def stopped_run() -> None:
         monkeypatch.setattr(completions, "write", obstructed)
-        with pytest.raises(InputError, match="/completions: not written: .*; needed: a folder to write") as one:
+        with pytest.raises(InputError, match="/completions: cannot be written: .*; choose a writable folder") as one:
             train(cfg)
         assert "\n" not in str(one.value)
 
@@ -488,7 +489,7 @@ def pressed(launch: launched.Launch, ready: Callable[[], bool], number: int = si
 @pytest.mark.parametrize(
     ("command", "number", "when"),
     [
-        ("train_grpo.py", signal.SIGINT, "a step of this start"),
+        ("train_grpo.py", signal.SIGINT, "the first step of this start"),
         ("evaluate.py", signal.SIGHUP, "the end of the evaluation"),
     ],
 )

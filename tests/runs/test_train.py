@@ -491,7 +491,9 @@ def test_a_sampler_that_has_another_policy_than_said_stops_the_run(model, tmp_pa
 
     cfg = training.config(model, tmp_path, **STALE | {"rollout__staleness": 1})
     for kind, message in training.raised(plant, cfg, "TP1"):
-        assert kind is Tripped and "checks.logp_gap: step 2: sampler and trainer differ by" in message, message
+        assert (
+            kind is Tripped and "checks.logp_gap: step 2: the log-probs of sampler and trainer differ by" in message
+        ), message
 
 
 def test_a_checkpoint_without_the_older_factors_is_refused(model, tmp_path) -> None:
@@ -506,16 +508,16 @@ def test_a_checkpoint_without_the_older_factors_is_refused(model, tmp_path) -> N
     assert training.raised(lambda patch: None, cfg) == [
         (
             InputError,
-            "checkpoint: found adapter, optimizer; needed: adapter, optimizer, adapter-behind-1",
+            "checkpoint: has adapter, optimizer instead of adapter, optimizer, adapter-behind-1",
         )
     ]
 
 
 def test_old_samples_need_weights_or_the_word_that_there_are_none() -> None:
     assert refusal(TINY, "rollout.staleness=1") == (
-        "rollout.staleness: 1 trains on samples of an older policy; needed: a loss.importance, which corrects for it, "
-        "or loss.importance uncorrected"
+        "rollout.staleness: 1 trains on samples of an older policy; to correct for this, set loss.importance to "
+        "token, sequence, icepop or mis (or to uncorrected, for no correction)"
     )
     assert refusal(TINY, "loss.importance=uncorrected") == (
-        "loss.importance: uncorrected is for rollout.staleness above 0; needed: none"
+        "loss.importance: uncorrected is only for rollout.staleness above 0; set none"
     )

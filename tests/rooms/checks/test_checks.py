@@ -768,7 +768,7 @@ def test_a_given_adapter_that_is_refused_is_not_good(probed: Path, tmp_path: Pat
             "use_dora is True; give an adapter in which it is False",
         ),
         (lambda folder: changed_settings(folder, base_model_name_or_path="gone"), "its base model is gone"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "no config.yaml; needed: a run folder"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "no config.yaml; give the folder of a run"),
         (
             lambda folder: changed_factors(folder, lambda name, x: x[:, 1:] if "q_proj.lora_A" in name else x),
             "(64, 63)",

@@ -226,20 +226,25 @@ REPLICAS = "rollout.engine=vllm rollout.expert_parallel=false rollout.tensor="
 
 
 def needs_merged(reason: str) -> str:
-    return f"^rollout.sync: adapter: .*{reason}.*; needed: merged$"
+    return f"^rollout.sync: adapter: .*{reason}.*; set merged$"
 
 
 REFUSED = [  # the message is None where the engine accepts
     (CPU, SMALL, PAIRS, None),
-    (CPU, replace(SMALL, head_dim=24), PAIRS, "head_dim 24; needed: 32, 64, 80.*or rollout.engine torch"),
-    (CPU, SMALL, PAIRS + "rollout.tensor=3", "rollout.tensor: 3 does not divide 4 ranks; nearest: 2, 4"),
-    (CPU, replace(SMALL, num_heads=6, num_kv_heads=3), PAIRS, "rollout.tensor: 2 and 3 key/value heads"),
-    (CPU, replace(SMALL, moe_layers=(False,) * 3), PAIRS, "a MoE layer, .* none; needed: rollout.engine torch"),
+    (CPU, replace(SMALL, head_dim=24), PAIRS, "head_dim 24; use one of 32, 64, 80.*or set rollout.engine to torch"),
+    (
+        CPU,
+        SMALL,
+        PAIRS + "rollout.tensor=3",
+        "rollout.tensor: 3 does not divide the 4 ranks; the nearest that do: 2, 4",
+    ),
+    (CPU, replace(SMALL, num_heads=6, num_kv_heads=3), PAIRS, "rollout.tensor: 2 ranks cannot split 3 key/value heads"),
+    (CPU, replace(SMALL, moe_layers=(False,) * 3), PAIRS, "an MoE layer, .* none; set torch"),
     (
         CPU,
         SMALL,
         PAIRS + "rollout.kv_cache_mib=1 rollout.max_new_tokens=4936",
-        "kv_cache_mib: 1 is too small for one row of 5000 .*needed: 4 for",
+        "kv_cache_mib: 1 is too small for one row of 5000 .*set it to 4 for",
     ),
     # vllm-ascend always reports the log-probs of temperature 1.
     (NPU, QWEN3, "rollout.temperature=0.7", "rollout.temperature: 0.7, but vllm-ascend reports log-probs at temp"),
@@ -254,15 +259,15 @@ REFUSED = [  # the message is None where the engine accepts
         Place("cpu", "", "qwen3", 16),
         QWEN3,
         f"model.dtype=fp32 {ADAPTER}[linear_qkv]",
-        needs_merged("MoE layers by Triton kernels, which do not run on a CPU"),
+        needs_merged("MoE layers with Triton kernels, which do not run on a CPU"),
     ),
     (OLD_NPU, DENSE_QWEN15, ADAPTER + ALL, needs_merged("vllm-ascend before 0.30 takes none with shared")),
     (NPU, QWEN3, ADAPTER + ALL, None),
-    (NPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("no fp32 on a GPU or an NPU")),
+    (NPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("not support fp32 on a GPU or an NPU")),
     (NPU, QWEN3, ADAPTER + NO_FC2, needs_merged("all three matrices of an expert or none")),
     (GPU._replace(version="0.31.1+cu130"), QWEN3, ADAPTER + "[linear_qkv,linear_proj]", None),
     (GPU._replace(version="0.23.0"), QWEN3, ADAPTER + ALL, needs_merged("vLLM 0.23.0 may ignore weights .* pushed")),
-    (GPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("no fp32 on a GPU")),
+    (GPU, QWEN3, f"model.dtype=fp32 {ADAPTER}{ALL}", needs_merged("not support fp32 on a GPU")),
     (GPU, QWEN3, ADAPTER + NO_FC2, needs_merged("all three matrices of an expert or none")),
     # The ranks of a replica on an NPU need the experts' kernels too.
     (NPU, QWEN3, REPLICAS + "4", None),
@@ -280,7 +285,7 @@ REFUSED = [  # the message is None where the engine accepts
         NPU,
         replace(QWEN3, experts_per_token=17),
         REPLICAS + "4",
-        "rollout.tensor: .* experts a token from 1 to 16, not 17",
+        "rollout.tensor: .* experts per token from 1 to 16, not 17",
     ),
 ]
 

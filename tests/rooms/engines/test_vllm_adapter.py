@@ -116,8 +116,8 @@ DENSE_ARCH = dataclasses.replace(hf_config.parse(published.QWEN15_MOE), moe_laye
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["lora.targets=[linear_qkv, router]"], "lora.targets: router cannot go with rollout.sync adapter; needed"),
-        (["lora.rank=513", "lora.expert_rank=0"], "lora.rank: 513 is more than vLLM accepts .*needed: at most 512"),
+        (["lora.targets=[linear_qkv, router]"], "lora.targets: router conflicts with rollout.sync adapter; set merged"),
+        (["lora.rank=513", "lora.expert_rank=0"], "lora.rank: 513 is more than vLLM accepts .*set at most 512"),
     ],
 )
 def test_what_no_device_can_take_is_refused_by_its_key(overrides: list[str], message: str) -> None:

@@ -76,8 +76,9 @@ CONFIG = [
     row("no file", "run.yaml: cannot be read (No such file", lambda place: place.config.unlink()),
 ]
 ENVIRONMENT = [
-    row("threads", "environment's OMP_NUM_THREADS: found '' ... 1 to 1024", variables(OMP_NUM_THREADS=""), run=True),
-    row("rank beyond", "rank 2: error: ... environment's RANK: found '2' ... from 0 to 1",
+    row("threads", "environment's OMP_NUM_THREADS: must be ... 1 to 1024, not ''",
+        variables(OMP_NUM_THREADS=""), run=True),
+    row("rank beyond", "rank 2: error: ... environment's RANK: must be ... from 0 to 1, not '2'",
         variables(RANK="2", WORLD_SIZE="2"), run=True),
     row("address", "the environment's MASTER_ADDR: 'no.such.host.invalid'",
         variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29000", MASTER_ADDR="no.such.host.invalid"),
@@ -86,15 +87,16 @@ ENVIRONMENT = [
         variables(GLOO_SOCKET_IFNAME="nope"), run=True),
 ]
 LAYOUT = [
-    row("key heads", "tensor: 4 does not divide 2 key/value heads; nearest: 2", "parallel.tensor=4", "--ranks=4"),
-    row("vocabulary", "parallel.tensor: 2 does not divide 319 tokens of the vocabulary; nearest: 1",
+    row("key heads", "tensor: 4 does not divide the 2 key/value heads; the nearest that do: 2",
+        "parallel.tensor=4", "--ranks=4"),
+    row("vocabulary", "parallel.tensor: 2 does not divide the 319 tokens of the vocabulary; the nearest that do: 1",
         NEW, "tiny_model.vocab_size=319", "parallel.tensor=2", "--ranks=2"),
-    row("ranks of a run", "--ranks: found 2; needed: ... --check: torchrun starts the ranks", "--ranks=2", run=True),
+    row("ranks of a run", "--ranks: 2 cannot be used; give ... --check (torchrun starts ranks)", "--ranks=2", run=True),
     row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
         "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
 ]
 MODEL = [
-    row("no model", "model.path: no config.json in Qwen/Qwen3; needed: a Hugging Face model directory",
+    row("no model", "model.path: Qwen/Qwen3 has no config.json; give the folder of a Hugging Face model",
         "tiny_model=null", "model.path=Qwen/Qwen3"),
     row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
     row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
@@ -106,15 +108,15 @@ MODEL = [
     row("stop token", "use token 320, beyond its ", model(file("generation_config.json", '{"eos_token_id": 320}'))),
     row("tiny path of another", "model exists and has no readable tiny_model.json, ... give another path",
         "model.path=FOLDER/model", lambda place: file("tiny_model.json", None)(place.copy("model"))),
-    row("no such model", "override model.path: there is no HuggingFaceTB/SmolLM2-135M; needed: the folder of a model",
+    row("no such model", "override model.path: HuggingFaceTB/SmolLM2-135M does not exist; give the folder of a model",
         "model.path=HuggingFaceTB/SmolLM2-135M", run=True),
 ]
 DATA = [
     row("no held-out file", "test.jsonl: cannot be read (No such file", questions(test=None), run=True),
-    row("data empty", "train.jsonl: no rows found; needed: at least one question", questions("\n")),
-    row("data ending", "train.csv: found the ending '.csv'; needed: one of .jsonl, .json, .parquet",
+    row("data empty", "train.jsonl: has no rows; add at least one question", questions("\n")),
+    row("data ending", "train.csv: found the ending '.csv'; use one of .jsonl, .json, .parquet",
         questions(ending="csv")),
-    row("held-out and trained on", "data: 1 held-out questions of data.test_path are training questions",
+    row("held-out and trained on", "data: 1 held-out questions of data.test_path are also training questions",
         questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", " What \u00a0 is") + "\n")),
     row("turns written as text", "train.jsonl, row 1: question: found ",
         questions(json.dumps({"question": str([{"role": "user", "content": "1?"}]), "answer": "#### 1"}) + "\n")),
@@ -122,26 +124,26 @@ DATA = [
         questions(QUESTIONS.replace("What is 4", "What <|im_end|> is 4"))),
     row("images beside the questions", "test.jsonl, row 1: images: found ['a.png']",
         questions(test=HELD_OUT.replace('"answer"', '"images": ["a.png"], "answer"'))),
-    row("no number as gold answer", "reward.method: strict: gold: found 'Four'; needed: one number; other answers need "
-        "reward.method math or a reward.function",
+    row("no number as gold answer", "reward.method: strict: gold: must be one number, not 'Four'; for other answers, "
+        "set reward.method to math or use a reward.function",
         questions('{"question": "3 + 1?", "answer": "Four"}\n'), "data.source=file", "rollout.prompts_per_step=1",
         "optim.prompts_per_update=1"),
-    row("gold answers in another form", "1 of 2 gold held-out ... first being '#### x'; needed: a reward that fits "
-        "the data's answers ... or reward.check_gold=false",
+    row("gold answers in another form", "1 of 2 gold held-out ... the first with 0: '#### x' ... use a reward that "
+        "fits the data's answers ... or set reward.check_gold=false",
         questions(OWN, OWN.replace("3", "4").replace('"9"', '"x"')), "data.source=file", "reward.method=verl_strict"),
-    row("too many generated", "data.num_train: found 999999; operands 1 to 49 give", "data.num_train=999999"),
+    row("too many generated", "data.num_train: found 999999, but operands 1 to 49 give only", "data.num_train=999999"),
     # Everything else is checked before a tiny model is made, because that takes minutes.
     row("no model, no data file", "train.jsonl: cannot be read", questions(train=None), NEW),
-    row("no model, bad reward", "reward.method: base_acc ... an instruction that asks for",
+    row("no model, bad reward", "reward.method: base_acc ... data.instruction must ask for",
         "reward.method=base_acc", NEW),
-    row("no model, bad layout", "parallel.expert: 3 does not divide 4 experts",
+    row("no model, bad layout", "parallel.expert: 3 does not divide the 4 experts",
         "parallel.expert=3", "--ranks=3", NEW),
 ]
 RESUME = [
-    row("resume nothing", "train.resume: a/b holds no usable checkpoint; needed: auto, never,", "train.resume=a/b"),
+    row("resume nothing", "train.resume: a/b has no usable checkpoint; give auto, never,", "train.resume=a/b"),
     row("changed key, run", "step-000002: saved with other values: optim.lr: 1e-05 -> 0.1; restore them",
         resumed(lambda r: None), "optim.lr=0.1", run=True),
-    row("checkpoints corrupted", "run holds no usable checkpoint", each_adapter(flip_a_bit), run=True),
+    row("checkpoints corrupted", "run has no usable checkpoint", each_adapter(flip_a_bit), run=True),
     row("adapter of another", "is missing", each_adapter(other_factors(lambda t: t.popitem())), run=True),
     row("adapter sizes", "checkpoint: model.layers.0. ... has shape [ ... the model needs [",
         each_adapter(other_factors(lambda t: t.update({max(t): torch.ones(3, 5)}))), run=True),
@@ -150,16 +152,18 @@ RESUME = [
     row("other optimizer steps", "step-000002/state.json: step 2 and optimizer_steps 7 do not fit: a run has at most "
         "train.steps 2 steps of 2 // 2 optimizer steps, here 2 in all",
         each_state(lambda s: s["state"].update(optimizer_steps=7))),
-    row("an unknown tensor", "checkpoint: optimizer: more.exp: unknown; needed: exp_avg and exp_avg_sq alone",
+    row("an unknown tensor", "checkpoint: optimizer: more.exp is unknown; only exp_avg and exp_avg_sq belong there",
         each_moment(lambda t: t.update({"more.exp": torch.ones(1)})), run=True),
     row("a negative square", "exp_avg_sq has a number that is not finite, or a negative square",
         each_moment(lambda t: [v.fill_(-1) for k, v in t.items() if k.endswith("sq")]), run=True),
-    row("evaluation without accuracy", "eval.jsonl: an evaluation without accuracies",
+    row("evaluation without accuracy", "eval.jsonl: an evaluation has no accuracies",
         resumed(file("eval.jsonl", '{"step": 0}\n')), run=True),
-    row("live process", "run: a live process writes this run; end it, or", resumed(run_record.lock_run), run=True),
-    row("metrics cut", "metrics.jsonl: 1 whole lines up to step 2; needed", resumed(cut("metrics.jsonl")), run=True),
-    row("out_dir a file", "train.out_dir: ... run.yaml is not a folder", typed("train.out_dir=FOLDER/run.yaml")),
-    row("full disk", "run/log.txt: not written: No space left on device; needed: a folder to write, with room",
+    row("live process", "run: another process is writing this run; end it, or", resumed(run_record.lock_run), run=True),
+    row("metrics cut", "metrics.jsonl: 1 whole lines up to step 2, not", resumed(cut("metrics.jsonl")), run=True),
+    row("out_dir a file", "train.out_dir: ... run.yaml is not a writable folder",
+        typed("train.out_dir=FOLDER/run.yaml")),
+    row("full disk",
+        "run/log.txt: cannot be written: No space left on device; choose a writable folder with enough space",
         resumed(lambda r: ((r / "log.txt").unlink(), (r / "log.txt").symlink_to("/dev/full"))), run=True),
 ]
 TEACHER = [  # the working run teaches, in a copy that each row changes
@@ -275,10 +279,10 @@ def test_a_check_shows_the_first_prompt_a_right_answer_and_what_a_start_would_do
     assert exit_code(arguments) == 0 and sorted(place.folder.rglob("*")) == before
     said = capfd.readouterr().out
     assert "layout: 1 ranks = tensor 1 x data 1 = expert 1 x expert_data 1" in said
-    assert ("a start makes a tiny model: architecture=" in said) == (change is NEW)
+    assert ("a start creates a tiny model: architecture=" in said) == (change is NEW)
     step = {"resumed": 2}.get(kind, 0)
     prompt, answer = re.search(
-        rf"the first prompt of step {step + 1}, as the model sees it .*?:\n(.*)\na right answer, .*:\n(.*)\na start ",
+        rf"the first prompt of step {step + 1}, as the model sees it .*?:\n(.*)\na correct answer, .*:\n(.*)\na start ",
         said,
         re.S,
     ).groups()
@@ -320,12 +324,12 @@ def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
     away = "device: npu: torch_npu is not installed; needed: requirements/npu.txt"
     assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 0
     line, start = capfd.readouterr().out.splitlines()[-2:]
-    assert line == f"not judged: the device and the engine on it ({away})"
+    assert line == f"not checked: the device and the engine on it ({away})"
     assert start.startswith("a start begins a new run") and start.endswith("the input is usable")
     assert exit_code(arguments) == 2 and f"error: {away}\n" in capfd.readouterr().err
     arguments.append("model.path=absent")
     assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 2
-    assert "error: model.path: no config.json in absent; needed: a Hugging Face" in capfd.readouterr().err
+    assert "error: model.path: absent has no config.json; give the folder of a Hugging Face" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
@@ -341,7 +345,7 @@ def test_questions_that_look_alike_are_named_once_and_kept(place: Place, capfd: 
     held_out = "".join(map(row.format, ("55", "X")))
     arguments = command(place, (questions(train, held_out), "reward.check_gold=false"), run=False)
     assert exit_code(arguments) == 0
-    warned = [line for line in capfd.readouterr().out.splitlines() if "are like another one" in line]
+    warned = [line for line in capfd.readouterr().out.splitlines() if "differ from another one only" in line]
     assert [line.partition(" questions")[0][9:] for line in warned] == ["train: 1", "train and held out: 2"]
     assert "'What is 3\u00b2?' and 'What is 32?'" in warned[0] and "'What is 5\u2075?' and 'What is 55?'" in warned[1]
 
@@ -361,4 +365,4 @@ def test_the_watcher_ends_a_start_that_stalls(module, name, place: Place, capfd:
     place.monkeypatch.setattr(module, name, lambda *arguments: time.sleep(100))
     changes = (NEW, "train.stall_seconds=2")
     assert exit_code(command(place, changes, run=True)) == 4
-    assert "rank 0: stood still for" in capfd.readouterr().err
+    assert "rank 0: made no progress for" in capfd.readouterr().err

@@ -58,7 +58,7 @@ def test_a_file_that_fails_while_it_is_read_is_named(ending: str, tmp_path: Path
         (None, "cannot be read (No such file"),
         (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"[]", "expected a JSON object, found list"),
+        (b"[]", "must be a JSON object, not list"),
         (b'{"b": 1}', "a is missing"),
     ],
     ids=["absent", "not-utf8", "digits", "list", "key"],
@@ -75,7 +75,9 @@ def test_an_object_is_read_or_refused_by_name(content: bytes | None, said: str, 
 @pytest.mark.parametrize("text", ["", "0", "9", "1e0", "\u0661", "1" * 5000])
 def test_a_number_of_the_environment_is_a_plain_one_within_its_bounds(text: str, monkeypatch) -> None:
     monkeypatch.setenv("N", text)
-    with pytest.raises(InputError, match="the environment's N: found .* needed: a whole number from 1 to 8"):
+    with pytest.raises(
+        InputError, match="the environment's N: must be a whole number from 1 to 8, not .*; correct or unset it"
+    ):
         input_files.variable("N", 3, 1, 8)
     monkeypatch.setenv("N", "8")
     assert input_files.variable("N", 3, 1, 8) == 8
@@ -131,11 +133,11 @@ def test_a_folder_of_the_users_is_never_removed(tmp_path: Path) -> None:
     (theirs / "thesis.tex").write_text("years of work")
     (tmp_path / "link").symlink_to(theirs)
     for name in ("theirs", "link", "theirs/thesis.tex"):
-        with pytest.raises(InputError, match="already there and not an empty directory; needed: a new one"):
+        with pytest.raises(InputError, match="already exists and is not an empty directory; choose a new one"):
             with input_files.whole_folder(tmp_path / name):
                 raise AssertionError("not refused")
     input_files.aside(tmp_path / "new").symlink_to(theirs)
-    with pytest.raises(InputError, match="new: not written: .*File exists"):
+    with pytest.raises(InputError, match="new: cannot be written: .*File exists"):
         with input_files.whole_folder(tmp_path / "new"):
             raise AssertionError("not refused")
     assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
@@ -147,7 +149,7 @@ def test_a_folder_gets_its_name_when_it_is_whole_and_an_error_leaves_nothing(tmp
             (folder / "half").touch()
             raise ValueError("in the middle")
     assert not any(tmp_path.iterdir())
-    with pytest.raises(InputError, match="new: not written: No space"):
+    with pytest.raises(InputError, match="new: cannot be written: No space"):
         with input_files.whole_folder(tmp_path / "new"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -184,7 +186,7 @@ def test_a_pointer_of_git_lfs_is_named_with_its_cure(name: str, tmp_path: Path) 
         "tokenizer.json": lambda: load_tokenizer(tmp_path),
         "config.json": lambda: hf_config.read(tmp_path),
     }
-    with pytest.raises(InputError, match=f"{path}: found a pointer of Git LFS, .* needed: the file .git lfs pull"):
+    with pytest.raises(InputError, match=f"{path}: is a pointer of Git LFS, .* download the file .git lfs pull"):
         (readers.get(path.suffix) or readers[name])()
 
 

@@ -175,9 +175,9 @@ def test_runs_without_a_partner_or_with_other_evaluations_are_not_compared() -> 
         (late, "sampled"),
         (steps.assign(**{"eval/num_questions": steps.index}), "curve"),
     ):
-        with pytest.raises(InputError, match="base, other: seed 0: evaluated otherwise"):
+        with pytest.raises(InputError, match="base, other: seed 0: was evaluated differently"):
             comparisons.compare(wrong, a_plan(entry("other"), kind=kind))
-    with pytest.raises(InputError, match="no common seed"):
+    with pytest.raises(InputError, match="there is no common seed"):
         comparisons.compare(steps[(steps["variant"] == "base") == (steps["seed"] < 2)], a_plan(entry("other")))
 
 
@@ -185,8 +185,8 @@ def test_runs_without_a_partner_or_with_other_evaluations_are_not_compared() -> 
     ("text", "said"),
     [
         ("families: [{name: f}]", "families.0.section: Field required"),
-        ("families: [{name: f, section: s, sweep: x, entries: [], control: [c]}]", "control: found c"),
-        ("families: [{name: f, section: t, sweep: x, entries: []}]", "section: found 't'"),
+        ("families: [{name: f, section: s, sweep: x, entries: [], control: [c]}]", "control: c is not a method"),
+        ("families: [{name: f, section: t, sweep: x, entries: []}]", "section: there is no 't'"),
         ("families: []\nlearned: [x]", "learned: Extra inputs are not permitted"),
     ],
 )
@@ -308,11 +308,11 @@ def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
 def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, tmp_path: Path, capsys) -> None:
     for old, new, said in (
         ("lora.rank=8", "lora.rnak=8", "b-seed0: override lora.rnak: unknown key"),
-        ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; needed: none"),
+        ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; remove it"),
         ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
-        ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: found 0; needed: 1 (each_seed: train.seed="),
-        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found [0, 1, 0]; needed: each seed once"),
-        ("{seed}", "7", "a-seed0: train.seed: found 7; needed: 0"),
+        ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: must be 1, not 0; add train.seed="),
+        ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found [0, 1, 0]; give each seed only once"),
+        ("{seed}", "7", "a-seed0: train.seed: must be 0, not 7"),
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
     ):
@@ -415,7 +415,7 @@ def test_a_job_that_another_process_runs_is_left_alone(write_sweep, scripted, tm
     with open(tmp_path / "out" / "sweep-trial" / "a-seed0.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert scripted(write_sweep([0], a={}, b={"overrides": ["lora.rank=8"]}), {}) == (["b-seed0"], 1)
-    assert "a-seed0: failed: another process trains it" in capsys.readouterr().err
+    assert "a-seed0: failed: another process is training it" in capsys.readouterr().err
 
 
 def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, monkeypatch, capsys) -> None:
@@ -428,7 +428,7 @@ def test_without_ray_or_its_resources_one_line_says_what_is_needed(write_sweep, 
     there = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0})
     monkeypatch.setitem(sys.modules, "ray", there)
     assert sweep.main([path]) == 2
-    assert "resources.NPU: 16 a job; Ray reports 0 in all" in capsys.readouterr().err
+    assert "resources.NPU: a job needs 16, but Ray reports only 0 in all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, nightly(signal.SIGINT), signal.SIGHUP, nightly(signal.SIGUSR1)])

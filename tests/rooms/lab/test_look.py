@@ -112,7 +112,7 @@ def test_completions_are_chosen_by_step_evaluation_outcome_and_question(run: Pat
         "eval-000000: 2 completions of 1 questions",
         "eval-000004: 2 completions of 1 questions",
     ]
-    assert shown(capsys, run, "--question", "test:99999") == "no such completion\n"
+    assert shown(capsys, run, "--question", "test:99999") == "no completion matches\n"
     assert "limit 2" in shown(capsys, run, "--step", 1, "--limit", 1)
 
 
@@ -151,22 +151,22 @@ def test_two_runs_are_compared_by_their_last_evaluations(run: Path, tmp_path: Pa
     assert "fewer right answers: test:1\n" in text and "more right answers: test:2\n" in text
     assert f"{run.name} eval-000004 and other eval-000009, 3 answers each\n" in text
     completions.write(other, "eval", 10, [row | {"question": "another"} for row in rows])
-    assert "found other questions or samples" in refused(capsys, run, "--diff", run, other)
+    assert "the questions or samples differ" in refused(capsys, run, "--diff", run, other)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def test_an_absent_step_or_evaluation_is_one_line_with_those_that_are_there(run: Path, capsys) -> None:
-    assert "found no step 9; choose from: 1, 2, 3, 4" in refused(capsys, run, "--step", 9)
-    assert "found no eval 3; choose from: 0, 4" in refused(capsys, run, "--diff", 3, 4)
-    assert "nothing/completions: found no eval file" in refused(capsys, run, "--diff", run, run.parent / "nothing")
+    assert "there is no step 9; choose from: 1, 2, 3, 4" in refused(capsys, run, "--step", 9)
+    assert "there is no eval 3; choose from: 0, 4" in refused(capsys, run, "--diff", 3, 4)
+    assert "nothing/completions: there is no eval file" in refused(capsys, run, "--diff", run, run.parent / "nothing")
     for option in ("--step", "--eval", "--limit"):
         with pytest.raises(SystemExit, match="2"):
             report.main(["show", str(run), option, "-1"])
-        assert f"{option}: found '-1'; needed: a number of 0 or more" in capsys.readouterr().err
+        assert f"{option}: must be a number of 0 or more, not '-1'" in capsys.readouterr().err
     shutil.rmtree(run / "completions")
-    assert "found no step file; needed: a run without train.completions_logged=0" in refused(
+    assert "there is no step file; choose a run without train.completions_logged=0" in refused(
         capsys, run, "--only", "wrong"
     )
     assert "step 4:" not in shown(capsys, run)
@@ -186,6 +186,6 @@ def test_an_absent_step_or_evaluation_is_one_line_with_those_that_are_there(run:
 def test_a_damaged_file_is_one_line_with_its_name(damage, run: Path, capsys) -> None:
     path = completions.files(run, "step")[4]
     path.write_bytes(damage(path.read_bytes()))
-    assert f"{path}: found a damaged file: " in refused(capsys, run)
+    assert f"{path}: is damaged: " in refused(capsys, run)
     path.unlink()
     assert "step 3: 2 completions" in shown(capsys, run)

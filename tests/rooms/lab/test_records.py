@@ -94,7 +94,7 @@ def resumed_elsewhere(run: Path, commit: str = "f" * 40) -> None:
 REFUSED = {
     "no finished.json": lambda run: (run / "finished.json").unlink(),
     "metrics.jsonl: missing, altered or added": lambda run: (run / "metrics.jsonl").write_text("{}\n"),
-    "git.json: found .* needed: a run of a commit": changed("git.json", "false", "true"),
+    "git.json: found .* add a run of a commit": changed("git.json", "false", "true"),
     "resume-1: differs from the first start": resumed_elsewhere,
     "private path": changed("command.txt", "configs/", "/" + "home/somebody/configs/"),
 }
@@ -119,21 +119,21 @@ def test_records_that_cannot_stand_together_are_refused_and_nothing_is_written(r
     good = recorded.make_run(others, "base-seed5", 5)
     for folder, name, reason in (
         (run, "again", "base-seed3: its metrics are those of base-seed3"),
-        (other_settings, "", "no seed of base: optim.lr: 0.001 -> 0.002"),
-        (same_seed, "", "seed 0 of base is there: base-seed0"),
+        (other_settings, "", "differs from other seeds of base: optim.lr: 0.001 -> 0.002"),
+        (same_seed, "", "seed 0 of base already exists: base-seed0"),
         (
             recorded.make_run(others / "twice", "base-seed0", 0, luck=1, after=0.8),
             "",
-            "seed 0 of base is there: base-seed0",
+            "seed 0 of base already exists: base-seed0",
         ),
-        (good, "sweep", "sweep.parquet: exists; records are never replaced"),
-        (good, "a/b", "--id: found 'a/b'"),
+        (good, "sweep", "sweep.parquet: already exists, and records are never replaced"),
+        (good, "a/b", "--id: 'a/b' cannot be used"),
     ):
         with pytest.raises(InputError, match=reason):
             records.add([good, folder] if folder != good else [good], results, name or "new")
     assert [path.name for path in results.iterdir()] == ["sweep.parquet"]
     assert (results / "sweep.parquet").read_bytes() == content
-    with pytest.raises(InputError, match="--id: found ''; needed: a name for 2 runs"):
+    with pytest.raises(InputError, match="--id: '' cannot be used; give a name for 2 runs"):
         records.add([good, first], results)
 
 
@@ -158,7 +158,9 @@ def test_a_key_that_is_newer_than_a_record_has_its_default_there(run: Path, resu
     records.add([older, run], results, "both")
     both = [records.load_record(results, name) for name in ("base-seed5", "base-seed3")]
     assert records.differing(*both) == records.differing(*both[::-1]) == []
-    with pytest.raises(InputError, match="no seed of base: loss.aggregate: 'token-mean' -> 'dr-grpo'; needed"):
+    with pytest.raises(
+        InputError, match="differs from other seeds of base: loss.aggregate: 'token-mean' -> 'dr-grpo'; give"
+    ):
         records.add([other], results)
 
 
@@ -188,7 +190,7 @@ def test_a_folder_with_other_files_is_refused(run: Path, results: Path) -> None:
 
 def test_a_kept_model_is_given_back_once_and_not_over_another(run: Path, results: Path, tmp_path: Path) -> None:
     record = records.read_run(run).record
-    with pytest.raises(InputError, match="the model from which base-seed3 started is not kept"):
+    with pytest.raises(InputError, match="the model from which base-seed3 started was not kept"):
         records.restore_weights(results, record, tmp_path / "model")
     results.mkdir()
     pandas.DataFrame({"sha256": ["ab" * 32, "cd" * 32], "content": [b"weights", b"others"]}).to_parquet(
@@ -198,7 +200,7 @@ def test_a_kept_model_is_given_back_once_and_not_over_another(run: Path, results
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "model").iterdir()] == [
         ("model.safetensors", b"weights")
     ]
-    with pytest.raises(InputError, match="already there and not an empty directory; needed: a new one"):
+    with pytest.raises(InputError, match="already exists and is not an empty directory; choose a new one"):
         records.restore_weights(results, record, tmp_path / "model")
 
 
@@ -295,7 +297,10 @@ def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: P
     (project / "results" / "plan.yaml").write_text(PLAN)
     for page in ("no marks", pages.BEGIN):
         (project / "RESULTS.md").write_text(page)
-        assert report_code(project, "build") == 2 and "needed: the two marks" in capsys.readouterr().err
+        assert (
+            report_code(project, "build") == 2
+            and "the marks between which report.py build writes are missing" in capsys.readouterr().err
+        )
     (tmp_path / "empty").mkdir()
     assert report.main(["--results", str(tmp_path / "empty"), "build"]) == 2
     assert "empty/plan.yaml" in capsys.readouterr().err
@@ -344,9 +349,13 @@ def merged_with_a_change(project: Path) -> None:
 
 
 FAULTS = {
-    "RESULTS.md: not what report.py build writes": lambda project: edited_number(project / "RESULTS.md"),
-    "results/README.md: not what report.py build writes": lambda project: edited_number(project / "results/README.md"),
-    "project/README.md: not what report.py build writes": lambda project: edited_docstring(project / "adds.py"),
+    "RESULTS.md: differs from what report.py build writes": lambda project: edited_number(project / "RESULTS.md"),
+    "results/README.md: differs from what report.py build writes": lambda project: edited_number(
+        project / "results/README.md"
+    ),
+    "project/README.md: differs from what report.py build writes": lambda project: edited_docstring(
+        project / "adds.py"
+    ),
     "variants.parquet: changed or removed since HEAD": edited_parquet,
     "variants.parquet: changed or removed since BASE": edited_and_committed,
     "variants.parquet: changed or removed since BASE, renamed": replaced_by_another_name,
@@ -379,7 +388,9 @@ def test_records_may_grow_also_by_a_merge(project: Path, capsys) -> None:
     add_on_a_branch(project)
     git(project, "merge", "-q", "--no-ff", "side", "-m", "merge")
     assert report_code(project, "build") == 0 and report_code(project, "--check", "--against", base) == 0
-    assert report_code(project, "--check", "--against", "0" * 40) == 2 and "no such commit" in capsys.readouterr().err
+    assert (
+        report_code(project, "--check", "--against", "0" * 40) == 2 and "there is no commit" in capsys.readouterr().err
+    )
 
 
 def test_growth_counts_from_the_commit_that_wrote_the_records_anew(project: Path, monkeypatch, capsys) -> None:
@@ -438,7 +449,7 @@ def test_variants_are_compared_with_intervals(project: Path, capsys) -> None:
     assert (
         report_code(project, "compare", "base", "base") == 2 and report_code(project, "compare", "base", "nobody") == 2
     )
-    assert "variants: base, better" in capsys.readouterr().err
+    assert "the variants are: base, better" in capsys.readouterr().err
 
 
 def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path, capsys) -> None:
@@ -465,9 +476,21 @@ def test_the_variants_of_a_sweep_are_compared_from_their_folders(tmp_path: Path,
     ("file", "old", "new", "said", "code"),
     [
         ("git.json", "dirty", "dirty", "same: the metrics of all steps", 0),
-        ("eval_outcomes.jsonl", '"gold": "7"', '"gold": "8"', "it should not be: eval_outcomes.jsonl", 1),
-        ("metrics.jsonl", '"actor/entropy": 0.5', '"actor/entropy": 0.6', "should not be: metrics.jsonl", 1),
-        ("environment.json", "2.13.0+cpu", "2.14.0+cpu", "allowed because of: versions of packages", 0),
+        (
+            "eval_outcomes.jsonl",
+            '"gold": "7"',
+            '"gold": "8"',
+            "different (eval_outcomes.jsonl), although configuration",
+            1,
+        ),
+        (
+            "metrics.jsonl",
+            '"actor/entropy": 0.5',
+            '"actor/entropy": 0.6',
+            "different (metrics.jsonl), although configuration",
+            1,
+        ),
+        ("environment.json", "2.13.0+cpu", "2.14.0+cpu", "which these reasons allow: versions of packages", 0),
         ("environment.json", "AMD EPYC", "Apple M9", "cpu AMD EPYC, Apple M9", 0),
         ("environment.json", '"OMP_NUM_THREADS": "1"', '"OMP_NUM_THREADS": "2"', "environment variables", 0),
         ("git.json", recorded.COMMIT, "f" * 40, "commits 0123456, fffffff", 0),
@@ -522,14 +545,14 @@ def test_what_a_record_says_is_never_run_as_shell_text(project: Path, tmp_path: 
     )
     assert not (tmp_path / "ran").exists()
     assert done.stdout == f"ran: /at home/model /at home/a b $PATH; touch {tmp_path}/ran\n", (text, done)
-    with pytest.raises(InputError, match="base-seed1: command: .* is no command line"):
+    with pytest.raises(InputError, match="base-seed1: command: .* is not a command line"):
         report.rerun_commands(record._replace(command="torchrun 'train_grpo.py"), project / "results")
 
 
 def test_rerun_executes_what_it_prints_and_compares(project: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path / "checkout")
     report.ROOT.mkdir()
-    for luck, said, code in ((None, "same: ", 0), (7, "different, and it should not be", 1)):
+    for luck, said, code in ((None, "same: ", 0), (7, "different (metrics.jsonl", 1)):
         made = recorded.make_run(tmp_path / said, "base-seed1", 1, 0.4, luck=luck, questions=40)
         commands = f"rm -rf ../rerun-*; mkdir ../rerun-base-seed1; cp -r '{made.parent}' ../rerun-base-seed1/out"
         monkeypatch.setattr(report, "rerun_commands", lambda record, results, commands=commands: commands)
@@ -541,4 +564,7 @@ def test_rerun_executes_what_it_prints_and_compares(project: Path, tmp_path: Pat
 def test_without_scipy_one_line_says_what_to_install(project: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     assert report_code(project, "build") == 2
-    assert "scipy is not installed; needed: pip install --no-deps -r requirements/report.txt" in capsys.readouterr().err
+    assert (
+        "scipy is not installed; install it: pip install --no-deps -r requirements/report.txt"
+        in capsys.readouterr().err
+    )

@@ -160,9 +160,9 @@ def test_noise_is_added_to_the_clean_weight_each_time() -> None:
     for norm in norms:
         make = torch.Generator().manual_seed(derive_seed(1, "aqn", 2, norm))
         assert torch.equal(first[norm], before[norm] + 0.01 * torch.randn(before[norm].shape, generator=make))
-    with pytest.raises(AqnError, match="not the clean weight"):
+    with pytest.raises(AqnError, match="no longer the clean weight"):
         dict(aqn.perturb(first.items(), clean, aqn.NoiseReport(0.01), seed=1, step=3))
-    with pytest.raises(AqnError, match=f"{norms[0]} should get noise and is not among the weights"):
+    with pytest.raises(AqnError, match=f"{norms[0]} should get noise, but it is not among the weights"):
         aqn.clean_norms([(name, tensor) for name, tensor in model.items() if name != norms[0]], norms)
 
 
@@ -199,8 +199,8 @@ def test_noise_changes_the_norms_before_the_targets_and_nothing_else(
 @pytest.mark.parametrize(
     ("changes", "targets", "message"),
     [
-        (ALL_MOE, ("attention", "mlp"), "mlp touches no norm: .* no dense layer and no shared expert"),
-        (ALL_DENSE, ("experts",), "experts touches no norm: .* no MoE layer"),
+        (ALL_MOE, ("attention", "mlp"), "mlp matches no norm, because .* no dense layer and no shared expert"),
+        (ALL_DENSE, ("experts",), "experts matches no norm, because .* no MoE layer"),
     ],
 )
 def test_targets_that_the_model_lacks_are_refused(changes: dict, targets: tuple[str, ...], message: str) -> None:
@@ -262,7 +262,7 @@ def test_noise_of_another_std_or_mean_is_stopped(scale: float, shift: float, n: 
     noise = 0.005 * (torch.tensor([1.0, -1.0]).repeat(n // 2) * scale + shift)
     report = aqn.NoiseReport(0.005)
     report.add("norm", noise, torch.ones(n))
-    with pytest.raises(AqnError, match=f"realised {stopped}") if stopped else contextlib.nullcontext():
+    with pytest.raises(AqnError, match=f"the {stopped} of the noise") if stopped else contextlib.nullcontext():
         aqn.check_report(report, ["norm"])
 
 
@@ -275,5 +275,5 @@ def test_noise_lost_in_bf16_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         return (weight.float() + sigma * torch.randn(weight.shape, generator=generator)).to(torch.bfloat16)
 
     monkeypatch.setattr(aqn, "bf16_grid_noise", rounded)
-    with pytest.raises(AqnError, match="realised std"):
+    with pytest.raises(AqnError, match="the std of the noise"):
         aqn.check_report(push(model, arch, ["attention"], sigma=0.001)[1], [])

@@ -630,4 +630,4 @@ def test_the_command_measures_what_the_first_evaluation_of_a_run_measures(tmp_pa
         assert log.read_text().splitlines()[-2] != lines[0]
     sets.write_text('{"question": "1 + 1?", "answer": "Two"}\n')  # a gold answer that strict cannot compare
     own = [str(path), "data.source=file", f"data.train_path={sets}", f"data.test_path={sets}", "eval.sets={}"]
-    assert world.as_torchrun(1, measured, own, log=log) == [2] and "found 'Two'; needed: one number" in log.read_text()
+    assert world.as_torchrun(1, measured, own, log=log) == [2] and "must be one number, not 'Two'" in log.read_text()

@@ -391,7 +391,7 @@ def test_on_other_devices_it_is_refused_by_name(path: Path) -> None:
     cfg = local_config(path, {}, True)
     for device in ("cpu", "cuda"):
         (problem,) = rules.engine_shards(cfg.rollout, cfg.parallel, device)
-        assert problem.startswith(f"rollout.expert_parallel: device {device} packs vLLM's weights")
+        assert problem.startswith(f"rollout.expert_parallel: vLLM packs its weights on device {device}; use npu")
     for routed_experts in (False, True):
         assert arguments(ColocatedEngine, "npu", routed_experts) == {
             "data_parallel_size": 4,

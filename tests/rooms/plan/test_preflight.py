@@ -106,18 +106,24 @@ R3_ON_TWO_DIES = [  # run_2npu.sh
 
 EIGHT_SHARE_SIXTY = ["parallel.tensor=4", "parallel.expert=4", "rollout.tensor=8"]
 REFUSALS = [  # arguments, a part of the reason
-    ([QWEN15, "parallel.expert=8"], "parallel.expert: 8 does not divide 60 experts"),
-    ([QWEN3, "--ranks", "8"], "parallel.expert: 16 does not divide 8 ranks"),
-    ([QWEN3, "optim.prompts_per_update=36"], "36 does not divide rollout.prompts_per_step 96; nearest: 32, 48"),
-    ([QWEN3, "optim.tokens_per_micro_batch=1000"], "cannot hold one row"),
+    ([QWEN15, "parallel.expert=8"], "parallel.expert: 8 does not divide the 60 experts"),
+    ([QWEN3, "--ranks", "8"], "parallel.expert: 16 does not divide the 8 ranks"),
+    (
+        [QWEN3, "optim.prompts_per_update=36"],
+        "36 does not divide rollout.prompts_per_step (96); the nearest values that do: 32, 48",
+    ),
+    ([QWEN3, "optim.tokens_per_micro_batch=1000"], "is less than the longest row"),
     ([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.expert_parallel=false"], "GiB per rank"),
-    ([QWEN3, "parallel.tensor=2"], "rollout.tensor: 4 with rollout.expert_parallel splits attention differently"),
+    ([QWEN3, "parallel.tensor=2"], "rollout.tensor: 4 splits attention differently than parallel.tensor 2"),
     # 17 blocks of 128 tokens, 24,576 bytes a token
-    ([QWEN3, "rollout.kv_cache_mib=10"], "10 is too small for one row of 2048 tokens; needed: 51 for one"),
+    ([QWEN3, "rollout.kv_cache_mib=10"], "10 is too small for one row of 2048 tokens; set it to 51 for one"),
     ([QWEN3, *R3_ON_TWO_DIES], "the 2 ranks of a single replica split the tokens"),
-    ([QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY], "equal numbers of experts on 8 ranks, not 60 experts"),
-    ci([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide 4 key/value heads"),
-    ci([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide 16 ranks"),
+    (
+        [QWEN15, "--ranks", "8", *EIGHT_SHARE_SIXTY],
+        "equally many experts on each of 8 ranks, which 60 experts do not allow",
+    ),
+    ci([QWEN3, "parallel.tensor=3", "--ranks", "48"], "3 does not divide the 4 key/value heads"),
+    ci([QWEN3, "rollout.tensor=6"], "rollout.tensor: 6 does not divide the 16 ranks"),
     ci([QWEN3, "parallel.tensor=1", "parallel.expert=1", "rollout.tensor=1", "--ranks", "1"], "GiB per rank"),
     ci([TINY, "tiny_model.vocab_size=401", "parallel.tensor=2", "--ranks", "2"], "401 tokens of the vocabulary"),
 ]

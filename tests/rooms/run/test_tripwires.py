@@ -70,7 +70,10 @@ def test_a_gap_far_above_the_runs_own_first_steps_is_reported_below_the_absolute
     rows = [{"rollout/logp_gap_mean": gap} for gap in gaps]
     assert said_in(rows[:-4], model__dtype=dtype) == []
     (line,) = said_in(rows, model__dtype=dtype)  # reported once
-    assert f"warning: checks.logp_gap: step {len(gaps) - 3}: sampler and trainer differ by {broken:.2g} nats" in line
+    assert (
+        f"warning: checks.logp_gap: step {len(gaps) - 3}: the log-probs of sampler and trainer differ by {broken:.2g}"
+        in line
+    )
     assert f"after {usual:.2g} in this run's first 10 steps" in line and "layers agree" in line
 
 
@@ -148,7 +151,9 @@ def test_a_gradient_of_exactly_0_is_reported_where_the_loss_must_have_one(row: d
 def test_a_teacher_that_is_the_policy_itself_is_reported_and_one_that_is_not_passes() -> None:
     """An estimate of the KL may be negative by chance. Constant rewards are no fault if they teach nothing."""
     (line,) = said_in([{"actor/teacher_kl": 0.0}], **ALL_WARN, loss__teacher="run")
-    assert line.startswith("warning: checks.impossible: step 1: the KL to the teacher is exactly 0: it is the policy")
+    assert line.startswith(
+        "warning: checks.impossible: step 1: the KL to the teacher is exactly 0, so the teacher is the policy"
+    )
     assert said_in([{"actor/teacher_kl": kl} for kl in (-0.01, 1e-9, 3.0)], loss__teacher="run") == []
     taught = training.config(Path("none"), Path("none"), loss__teacher="run", loss__advantage="zero")
     assert "reward_constant" in Tripwires(taught, print).cannot_judge()
@@ -211,14 +216,18 @@ def test_a_reward_that_falls_far_below_its_own_start_and_a_policy_far_from_the_r
     falling = (0.4, 15), (0.2, 5), (0.04, 20)
     (line,) = steps_of(*falling)
     # Steps 19 to 28 are two of 0.2 and eight of 0.04: 0.072 is the first mean under a fifth of 0.4.
-    assert line.startswith("warning: checks.collapse: step 28: mean reward 0.072, after 0.400 in this run's first 10")
+    assert line.startswith(
+        "warning: checks.collapse: step 28: the mean reward is 0.072, after 0.400 in this run's first 10"
+    )
     assert steps_of(*falling, reward__permute=True) == []  # with shuffled rewards a collapse is no fault
     assert steps_of((0.4, 15), (0.1, 30)) == []  # 0.1 is a quarter of 0.4
     assert steps_of((0.01, 15), (0.0, 30)) == []  # the first rewards are too small to judge
     # Under dynamic sampling the trained batch hides the fall.
     assert steps_of(*falling, chosen=0.5) != [] == steps_of((0.4, 40), chosen=0.5)
     (line,) = steps_of((0.5, 30), kl=1.1)
-    assert line.startswith("warning: checks.collapse: step 20: ") and "KL to the reference 1.1 nats a token" in line
+    assert (
+        line.startswith("warning: checks.collapse: step 20: ") and "KL to the reference is 1.1 nats per token" in line
+    )
     assert steps_of((0.5, 30), kl=0.9) == []
 
 
@@ -230,7 +239,7 @@ def test_a_push_that_is_stuck_on_one_rank_is_named() -> None:
     watch.history.append({"actor/grad_norm": 0.0})
     watch.after_push(2, [1.5, 2.5], {})  # the update had no gradient
     watch.history.append({"actor/grad_norm": 0.1})
-    with pytest.raises(Tripped, match="pushed to the sampler on rank 1 are the ones of before"):
+    with pytest.raises(Tripped, match="pushed to the sampler on rank 1 are the same as before"):
         watch.after_push(3, [1.6, 2.5], {})
 
 
@@ -253,11 +262,11 @@ def test_the_command_ends_with_code_3_and_the_report(model: Path, tmp_path: Path
     FAULTS["a router is pushed in another order"](monkeypatch)
     assert breaking.exit_code([str(tmp_path / "run.yaml"), "loss.kl=none"]) == 3
     said, message = capfd.readouterr()
-    assert "note: loss.kl_coef: not read, loss.kl is none\n" in said
+    assert "note: loss.kl_coef: has no effect because loss.kl is none\n" in said
     assert message.startswith("stopped: checks.logp_gap: step 1") and "layer 0" in message
     assert "Traceback" not in message and len(message.splitlines()) <= 10
     warn = "unparsable,truncated,collapse,gradient_spike,entropy,logp_gap"
-    assert message.endswith(f"to go on regardless: checks.warn=[{warn}]\n")
+    assert message.endswith(f"to continue anyway, set checks.warn=[{warn}]\n")
     # The run's folder says why, too.
     (run,) = tmp_path.glob("*/log.txt")
     cause = run.read_text().splitlines()[-1].partition(" ")[2]
@@ -452,7 +461,7 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         layout="TP2_EP2",
     ),
     "a router is pushed in another order": Row(["checks.logp_gap", "step 1", "layer 0 is the first"]),
-    "adapters are never pushed": Row(["checks.adapters", "step 2", "the merge of the adapters"], layout="TP2_EP2"),
+    "adapters are never pushed": Row(["checks.adapters", "step 2", "how the adapters are merged"], layout="TP2_EP2"),
     "NaN in one expert": Row(
         ["model.layers.1.mlp.experts.down_proj has NaN or infinity"],
         {"train__checkpoint_every": 1},
@@ -463,25 +472,25 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         {"train__checkpoint_every": 1},
         plant=planted.overflow_in_step_2,
     ),
-    "the engine ignores pushed norms": Row(["checks.noise", "step 1", "takes pushed norms"], NOISE),
+    "the engine ignores pushed norms": Row(["checks.noise", "step 1", "uses the pushed norms"], NOISE),
     "noise that bf16 rounds away": Row(
-        ["checks.noise", "step 1", "rounding left none of this noise"],
+        ["checks.noise", "step 1", "rounding has removed all of this noise"],
         NOISE | {"model__dtype": "bf16", "aqn__sigma_start": 1e-6, "aqn__sigma_end": 1e-7},
         plant=nothing,
     ),
     "noise is watched at temperature 1": Row(
-        ["checks.noise", "step 1", "takes pushed norms"],
+        ["checks.noise", "step 1", "uses the pushed norms"],
         NOISE | SURE,
         plant=both(planted.sure_policy, FAULTS["noise is watched at temperature 1"]),
     ),
-    "noise is twice as strong": Row(["AQN: realised std 0.0196, needed 0.01"], NOISE, kind=AqnError),
+    "noise is twice as strong": Row(["AQN: the std of the noise is 0.0196 instead of 0.01"], NOISE, kind=AqnError),
     "noise stays in the trainer": Row(
-        ["model.layers.1.input_layernorm.weight is not the clean weight any more"],
+        ["model.layers.1.input_layernorm.weight is no longer the clean weight"],
         NOISE | {"train__checkpoint_every": 1},
         kind=AqnError,
     ),
     "norms of another class are pushed for the noise": Row(
-        ["none of the targets was in the push"], NOISE | {"aqn__targets": ("attention",)}, kind=AqnError
+        ["the push had none of the targets"], NOISE | {"aqn__targets": ("attention",)}, kind=AqnError
     ),
     "adapters do not start at 0": Row(["checks.reference_kl", "new adapters start at 0"]),
     "a policy that an update has made uniform": Row(
@@ -489,8 +498,8 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         {"optim__lr": 1e3},
         plant=nothing,
     ),
-    "a loss metric is not finite": Row(["step 1: actor/ppo_kl", " not finite\n"]),
-    "the advantages are not finite": Row(["step 1: the gradient norm is nan; nothing"]),
+    "a loss metric is not finite": Row(["step 1: these metrics are not finite: ", "actor/ppo_kl"]),
+    "the advantages are not finite": Row(["step 1: the gradient norm is nan; this step"]),
     "gradient spike": Row(
         ["checks.gradient_spike", "step 12", "x the usual", "optim.lr"],
         {"train__steps": 13} | stopping("gradient_spike"),
@@ -514,14 +523,16 @@ ROWS = {  # those with the plant `nothing` have a fault in their settings
         ["checks.impossible: step 4: the KL to the reference is exactly 0 in 3 steps after updates"], LARGE
     ),
     "the KL has the wrong sign": Row(["checks.impossible: step 2: actor/kl_loss is -"]),
-    "one sample for the whole group": Row(["checks.sampling: step 3: all completions of every group are"]),
+    "one sample for the whole group": Row(["checks.sampling: step 3: in every group all completions are"]),
     "the end token is never recognised": Row(
-        ["checks.sampling: step 1: not one completion ended by itself within 20 tokens"],
+        ["checks.sampling: step 1: no completion ended by itself within 20 tokens"],
         LARGE | {"rollout__max_new_tokens": 20},
     ),
-    "every step asks the same questions": Row(["checks.sampling: step 3: the same 4 of 40 questions for the 3rd time"]),
+    "every step asks the same questions": Row(
+        ["checks.sampling: step 3 asks the same 4 of 40 questions for the 3rd time"]
+    ),
     "the held-out file is trained on": Row(
-        ["data: 9 held-out questions of data.test_path are training questions"], kind=InputError
+        ["data: 9 held-out questions of data.test_path are also training questions"], kind=InputError
     ),
     "held-out questions are asked": Row(HELD_OUT),
     "held-out questions are asked in a further round": Row(HELD_OUT, {"rollout__dynamic_rounds": 1}),
@@ -553,7 +564,7 @@ def test_a_planted_fault_stops_the_run_on_every_rank_and_is_named(name: str, mod
     assert len(message.splitlines()) <= 10 and len(set(reports)) == 1, reports
     if message.startswith("checks."):
         warn = [*cfg.checks.warn, message.removeprefix("checks.").partition(":")[0]]
-        assert message.endswith(f"to go on regardless: checks.warn=[{','.join(warn)}]")
+        assert message.endswith(f"to continue anyway, set checks.warn=[{','.join(warn)}]")
     saved = list(tmp_path.glob("*/checkpoints/step-*"))
     assert len(saved) == cfg.train.checkpoint_every  # that of the sound step, if each step has one
 
@@ -574,7 +585,7 @@ ON_RANK_1 = {  # fault of one rank's engine: (function that plants it, changes t
     "no norms taken": (
         FAULTS["the engine ignores pushed norms on rank 1"],
         NOISE,
-        ["checks.noise", "step 1", "takes pushed norms"],
+        ["checks.noise", "step 1", "uses the pushed norms"],
     ),
 }
 
@@ -629,17 +640,27 @@ REAL = {
     ),
     "unparsable": (nothing, {}, "EP2", "step 1: 100.0%"),
     "truncated": (nothing, {"rollout__max_new_tokens": 2, "rollout__group_size": 32}, "TP2", "step 1: "),
-    "sampling": (FAULTS["every step asks the same questions"], {}, "EP2", "step 3: the same 8 of 40 questions"),
+    "sampling": (FAULTS["every step asks the same questions"], {}, "EP2", "step 3 asks the same 8 of 40 questions"),
     "held_out": (FAULTS["held-out questions are asked"], {}, "TP2", "step 1 asks 1 held-out questions"),
     "state": (FAULTS["a factor drifts on rank 1"], {}, "TP2", "after 1 steps: model.layers.0.self_attn.qkv_proj.A"),
     "impossible": (FAULTS["the KL has the wrong sign"], {}, "EP2", "step 1: actor/kl_loss is -"),
-    "collapse": (both(planted.two_steps_are_usual, planted_trainer.rewards_fall), {}, "TP2", "step 4: mean reward 0"),
-    "logp_gap": (FAULTS["a router is pushed in another order"], {}, "EP2", "step 1: sampler and trainer differ"),
+    "collapse": (
+        both(planted.two_steps_are_usual, planted_trainer.rewards_fall),
+        {},
+        "TP2",
+        "step 4: the mean reward is 0",
+    ),
+    "logp_gap": (
+        FAULTS["a router is pushed in another order"],
+        {},
+        "EP2",
+        "step 1: the log-probs of sampler and trainer differ",
+    ),
     "reference_kl": (
         FAULTS["adapters do not start at 0"],
         {},
         "TP2",
-        "step 1: before the first update, reference and policy",
+        "step 1: before the first update, the log-probs of the reference and of the policy",
     ),
     "adapters": (FAULTS["adapters are never pushed"], {}, "EP2", "step 2: "),
     # The file itself has no noise.
@@ -648,10 +669,15 @@ REAL = {
         both(planted.two_steps_are_usual, planted_trainer.twelfth_gradient_is_large),
         {},
         "EP2",
-        "step 3: gradient no",
+        "step 3: the gradient no",
     ),
     # In step 1 some of the largest logits are equal in bf16.
-    "entropy": (FAULTS["one token has all the probability"], {"checks__off": ("logp_gap",)}, "TP2", "step 2: entropy "),
+    "entropy": (
+        FAULTS["one token has all the probability"],
+        {"checks__off": ("logp_gap",)},
+        "TP2",
+        "step 2: the entropy ",
+    ),
 }
 
 

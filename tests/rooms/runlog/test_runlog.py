@@ -126,11 +126,15 @@ def test_a_long_run_says_what_is_left_and_a_long_phase_that_it_is_at_work(
         return capsys.readouterr().out.splitlines()
 
     capsys.readouterr()
-    assert later(20, "sync of step 1") == [] and later(40) == ["at work after: sync of step 1"] and later(20) == []
+    assert (
+        later(20, "sync of step 1") == []
+        and later(40) == ["still working; last finished: sync of step 1"]
+        and later(20) == []
+    )
     now[0] += 10
     log.log_step(1, {"reward/mean": 0.5}, {"timing/step_s": 90.0})
     assert capsys.readouterr().out == "step 1/100  reward 0.500  90.0 s = other 90.0  2 h 28 min left\n"
-    assert later(60, "3 of 9 questions") == ["at work after: 3 of 9 questions  4 h 8 min left"]
+    assert later(60, "3 of 9 questions") == ["still working; last finished: 3 of 9 questions  4 h 8 min left"]
     log.log_step(100, {}, {"timing/step_s": 1.0})
     assert capsys.readouterr().out == "step 100/100  1.0 s = other 1.0\n"
     assert all(key in runlog.LEGEND for label, key, _ in runlog.PROGRESS)
@@ -251,7 +255,7 @@ def test_a_start_without_a_commit_says_so(tmp_path: Path, monkeypatch: MonkeyPat
     run_record.write_records(tmp_path, config_in(tmp_path), 1)
     assert json.loads((tmp_path / "git.json").read_text()) == {"commit": None, "dirty": None}
     assert capsys.readouterr().out == (
-        "note: no git commit of the source is known, so `report.py add` will not take this run\n"
+        "note: the git commit of the source is not known, so `report.py add` will refuse this run\n"
     )
 
 
@@ -310,7 +314,7 @@ def test_damaged_records_of_inputs_are_one_line_and_may_be_accepted(tmp_path: Pa
         (tmp_path / name).mkdir()
         (tmp_path / name / "inputs.json").write_text("{")
     changed = run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))
-    with pytest.raises(InputError, match="resume-1/inputs.json: not the record of the run's inputs .* or how"):
+    with pytest.raises(InputError, match="resume-1/inputs.json: not a record of the run's inputs .* or how"):
         run_record.refuse_changed_inputs(changed, accept=False, how="how")
     assert len(run_record.refuse_changed_inputs(changed, accept=True, how="how")) == 1
 

@@ -172,7 +172,7 @@ def test_a_package_that_is_missing_is_an_error_before_the_training(tmp_path: Pat
     monkeypatch.setattr(train_grpo, "launch", lambda *_, **__: None)
     given = [str(ROOT / "configs" / "tiny_cpu.yaml"), "train.trackers=[wandb]", "parallel.expert=1"]
     assert train_grpo.main(given) == 2 == train_grpo.main([*given, "--check"])
-    line = "train.trackers: wandb is not installed; needed: pip install --no-deps --target FOLDER -r"
+    line = "train.trackers: wandb is not installed; install it: pip install --no-deps --target FOLDER -r"
     assert capsys.readouterr().err.count(line) == 2
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").touch()

@@ -110,7 +110,7 @@ def test_the_template_goes_on_as_the_run_asked(opened, tokenizer) -> None:
     for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}|{% endfor %}"):
         with pytest.raises(InputError, match=r"rollout\.environment_role: .* does not show"):
             opened([], template=template)
-    with pytest.raises(InputError, match=r"rollout\.stop: found none"):
+    with pytest.raises(InputError, match=r"rollout\.stop: missing"):
         opened([], template="")
 
 
@@ -191,8 +191,8 @@ def test_a_special_token_in_an_answer_is_text(opened, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return 3", "returned 3; needed: a text, or None"),
-        ("return b'12'", "returned b'12'; needed: a text, or None"),
+        ("return 3", "returned 3; return a text, or None"),
+        ("return b'12'", "returned b'12'; return a text, or None"),
         ("return '\\ud800'", "UnicodeEncodeError: 'utf-8' codec can't encode character"),
         ("return row['y']", "KeyError: 'y'"),
         ("import time; time.sleep(60)", "took more than 0.5 s and was ended"),
@@ -245,9 +245,9 @@ def test_the_file_and_the_tokens_of_an_environment_are_checked_at_the_start(open
     first = [(["<<2+2="], {"x": 1}), (["<<2+2=4>>"], {"x": 1}), (["<<2+2=4>>4<|im_end|>"], {"x": 1})]
     assert environment.pool.asked == first * 3 + first[::-1] * 3
     by_chance = refused(input_check.check_environment, opened([str(n) for n in range(24)]), questions, arch)
-    assert by_chance.startswith("rollout.environment: env.py:say answers a turn differently in two calls; needed:")
+    assert by_chance.startswith("rollout.environment: env.py:say answers a turn differently in two calls; return")
     small = SimpleNamespace(vocab_size=len(tokenizer) - 1)
-    assert "tokens, the model" in refused(input_check.check_environment, opened([None] * 24), questions, small)
+    assert "tokens, but the model" in refused(input_check.check_environment, opened([None] * 24), questions, small)
 
 
 # ------------------------------------------------------------------------------------------------ refused, and examples
@@ -256,13 +256,16 @@ def test_the_file_and_the_tokens_of_an_environment_are_checked_at_the_start(open
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["reward.method=verl_flexible"], "reward.method: verl_flexible takes the last number, which with rollout.env"),
+        (
+            ["reward.method=verl_flexible"],
+            "reward.method: verl_flexible reads the last number, which rollout.environment may",
+        ),
         (["reward.overlong={buffer: 4, penalty: 1}"], "reward.overlong: it would count the environment's tokens"),
-        (["rollout.stop=[é]"], "rollout.stop[0]: expected text like ^[ -~]{1,64}$, found 'é'"),
-        (["rollout.max_turns=60"], "rollout.environment_seconds: 10 x rollout.max_turns 60 = 600 s, while other ranks"),
+        (["rollout.stop=[é]"], "rollout.stop[0]: must be text that matches ^[ -~]{1,64}$, not 'é'"),
+        (["rollout.max_turns=60"], "rollout.environment_seconds: 10 x rollout.max_turns 60 = 600 s, but other ranks"),
         (
             ["rollout.environment=null", "rollout.max_turns=3"],
-            "rollout.max_turns: not read, rollout.environment is not",
+            "rollout.max_turns: has no effect because rollout.environment is not",
         ),
     ],
 )

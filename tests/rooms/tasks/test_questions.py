@@ -126,7 +126,7 @@ def test_questions_are_one_if_they_differ_in_white_space_or_composition(first: s
     assert read_pairs(path) == [(first, "#### 3")]  # one answer: the first row stands for both
     write_jsonl(path, [ROWS[0], row, {"question": other, "answer": "#### 4"}])
     with pytest.raises(
-        InputError, match="train.jsonl, row 3: answer: 4; .*train.jsonl, row 2 has the same question with 3; need"
+        InputError, match="train.jsonl, row 3: answer: 4, but .*train.jsonl, row 2 has the same question with 3; keep"
     ):
         question_files.read(path)
     write_jsonl(tmp_path / "shots.jsonl", [{"question": other, "answer": "#### 3"}])
@@ -172,7 +172,7 @@ def test_copies_of_a_question_are_asked_and_counted_once(form: str, tokenizer: A
         assert len({one.question for one in loaded.pick(7, 3)}) == 3
     few = data_gsm8k.read(section.model_copy(update={"num_train": 2}), "train")[2]
     assert few.endswith("96 rows, 3 different questions; 2 of 3, evenly spaced")
-    with pytest.raises(InputError, match="data.num_train: found 4; .*: 96 rows, 3 different questions; needed: no"):
+    with pytest.raises(InputError, match="data.num_train: 4 exceeds the .*96 rows, 3 different questions.; lower it"):
         data_gsm8k.read(section.model_copy(update={"num_train": 4}), "train")
 
 
@@ -186,7 +186,9 @@ def test_copies_of_a_question_are_asked_and_counted_once(form: str, tokenizer: A
 )
 def test_the_message_about_other_columns_names_what_reads_them(row: dict, columns: tuple, tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
-    with pytest.raises(InputError, match="row 1: .*; data.source=file reads any other question and answer, whose col"):
+    with pytest.raises(
+        InputError, match="row 1: .*; for a question and an answer in other columns, set data.source=file and data.col"
+    ):
         data_gsm8k.read(data(source="gsm8k", train_path=path), "train")
     (read,) = data_gsm8k.read(own(path, *columns), "train")[0]
     assert (read.question, read.gold) == ("2 + 2?", "4")
@@ -202,21 +204,21 @@ USER = {"role": "user", "content": "1+1?"}
 MALFORMED = {
     "missing column": (
         GOOD + line({"question": "1+1?"}),
-        r", row 2: answer: missing or null; found the columns question; data.source=file reads ",
+        r", row 2: answer: missing or null; found the columns question; for a question and an answer in other columns",
     ),
-    "unknown form": (line({"input": "1+1?", "output": "2"}), r", row 1: found the columns input, output; needed: "),
-    "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; needed: .*'#### '"),
+    "unknown form": (line({"input": "1+1?", "output": "2"}), r", row 1: found the columns input, output; give "),
+    "no mark": (GOOD + line({**ROWS[0], "answer": "it is 5"}), r", row 2: answer: found 'it is 5'; give .*'#### '"),
     "empty question": (
         GOOD + GOOD + line({**ROWS[0], "question": " \n"}),
-        r", row 3: question: found an empty text; data.source=file reads ",
+        r", row 3: question: found an empty text; ",
     ),
-    "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: not one JSON object a line: "),
-    "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: not one JSON .*byte 0xff in position 14"),
-    "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; needed: an object"),
-    "empty file": (b"", r"rows\.jsonl: no rows found"),
+    "broken line": (GOOD + b"\n" + GOOD[:-5] + b"\n", r", row 3: the line is not a JSON object: "),
+    "not UTF-8": (GOOD + b'{"question": "\xff"}', r", row 2: the line is not a JSON .*byte 0xff in position 14"),
+    "not an object": (GOOD + b"[1, 2]\n", r", row 2: found list; give an object"),
+    "empty file": (b"", r"rows\.jsonl: has no rows"),
     "chat: two user turns": (
         line({"messages": [{"role": "system", "content": "Hi"}, USER, USER], "answer": "#### 2"}),
-        r", row 1: messages: found the turns system, user, user; needed: system or not, then user and assistant by",
+        r", row 1: messages: found the turns system, user, user; give an optional system turn, then user",
     ),
     "chat: unmarked turn": (
         line({"messages": [USER, {"role": "assistant", "content": "two"}]}),
@@ -224,7 +226,7 @@ MALFORMED = {
     ),
     "chat: two answers": (
         line(chat(ROWS[0], answer="6")),
-        r", row 1: two different answers: the assistant turn says 5, answer says 6; data.source=file reads ",
+        r", row 1: two different answers: the assistant turn says 5, answer says 6; for a question",
     ),
 }
 
@@ -424,7 +426,7 @@ def test_two_columns_of_one_name_and_equal_keys_are_refused(tmp_path: Path) -> N
         ("again.json", '{"rows": [], "rows": [{"question": "1?", "answer": "#### 2"}]}'),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(InputError, match=rf"{name}.*: '(question|a|rows)' is there twice"):
+        with pytest.raises(InputError, match=rf"{name}.*: '(question|a|rows)' occurs twice"):
             question_files.read(tmp_path / name)
 
 
@@ -504,7 +506,7 @@ def test_a_number_of_training_questions_is_taken_evenly_from_all_files_and_leave
     )
     assert len(data_gsm8k.read(chosen, "test")[0]) == 10
     assert data_gsm8k.read(own(paths, num_train=10), "train")[0] == data_gsm8k.read(own(paths), "train")[0]
-    with pytest.raises(InputError, match=r"data.num_train: found 11; .*b.jsonl: 10 rows"):
+    with pytest.raises(InputError, match=r"data.num_train: 11 exceeds .*b.jsonl .10 rows"):
         data_gsm8k.read(own(paths, num_train=11), "train")
 
 
@@ -520,13 +522,13 @@ def test_worked_examples_have_the_form_of_the_file(tokenizer: Any, tmp_path: Pat
     ("row", "message"),
     [
         ({"problem": "1?"}, "row 2: answer: missing or null; found the columns problem$"),
-        ({"problem": "1?", "answer": True}, "row 2: answer: found true; needed: a text"),
+        ({"problem": "1?", "answer": True}, "row 2: answer: found true; give a text"),
         ({"problem": "1?", "answer": " "}, "row 2: answer: found an empty text"),
-        ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; needed"),
+        ({"problem": [], "answer": "1"}, "row 2: problem: found the turns none; give"),
         ({"problem": "Which  digits?\n{0}", "answer": "25"}, None),  # the same number
         (
             {"problem": "Which  digits?\n{0}", "answer": "x"},
-            "row 2: answer: x; {first}, row 2 has the same question with 025",
+            "row 2: answer: x, but {first}, row 2 has the same question with 025",
         ),
     ],
 )
@@ -544,7 +546,7 @@ def test_a_bad_row_of_named_columns_is_refused(row: dict, message: str | None, t
 @pytest.mark.parametrize("content", ['{"a": 1}', '{"a": [], "b": []}', "3", "["])
 def test_json_that_is_no_list_of_rows_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(content)
-    with pytest.raises(InputError, match="rows.json: (found . lists of rows; needed: a list of obj|not valid JSON)"):
+    with pytest.raises(InputError, match="rows.json: (found . lists of rows; give a list of obj|not valid JSON)"):
         question_files.read(tmp_path / "rows.json", {"question": "problem", "answer": "answer"})
 
 
@@ -1065,5 +1067,7 @@ def test_the_teacher_goes_on_from_what_he_found_and_errs_in_every_operation_alik
 def test_more_questions_of_several_operations_than_there_are_is_refused(monkeypatch) -> None:
     """Operands 1 to 7 have one held-out pair, {1, 7}: 3 ways to begin x 3 templates x 64 names and items x the rest."""
     monkeypatch.setattr(arithmetic, "MOST_DRAWS", 1000)
-    with pytest.raises(InputError, match="data.num_test: found 1000000; operands 1 to 7 give about [0-9]+ different"):
+    with pytest.raises(
+        InputError, match="data.num_test: found 1000000, but operands 1 to 7 give only about [0-9]+ different"
+    ):
         arithmetic.examples(10**6, True, 0, 1, 7, 2)

@@ -251,7 +251,7 @@ def test_gold_answer(field: str, gold: str) -> None:
 
 @pytest.mark.parametrize("field", ["18", "#### ,"])
 def test_gold_answer_refuses_a_field_without_one(field: str) -> None:
-    with pytest.raises(ValueError, match="answer: found .*; needed: '#### ' and the final number"):
+    with pytest.raises(ValueError, match="answer: found .*; write '#### ' and the final number"):
         reward.gold_answer(field)
 
 
@@ -259,7 +259,7 @@ def test_gold_answer_refuses_a_field_without_one(field: str) -> None:
 def test_strict_refuses_a_gold_answer_that_is_not_one_number(gold: str) -> None:
     """Scoring every response 0 without a word is what users of other trainers suffer from."""
     for response in ("#### 18", "nothing"):
-        with pytest.raises(ValueError, match="gold: found .*; needed: one number"):
+        with pytest.raises(ValueError, match="gold: must be one number, not "):
             reward.score(response, gold)
 
 
@@ -337,12 +337,12 @@ def test_a_reward_scores_in_processes_of_its_own_and_in_the_order_of_the_complet
         ("endless", "took more than 3 s and was ended; question 'How many?'"),  # inside C code, which holds the GIL
         ci("sleeps", "took more than 3 s and was ended"),
         ("ends", "ended its process (exit code 3)"),
-        ("not_finite", "returned nan; needed: a finite number"),
-        ("text", "returned 'good'; needed: a number, or (number, answer found, correct)"),
-        ("number_as_text", "returned '1.0'; needed: a number, or (number, answer found, correct)"),
-        ("texts_as_flags", "returned (1.0, 'yes', 'no'); needed: a number, or (number, answer found, correct)"),
-        ("two", "too many positional arguments; needed: two(completion, gold, row)"),
-        ("nothing", "own.py has no function nothing; found reward, advantages, loss"),
+        ("not_finite", "returned nan; return a finite number"),
+        ("text", "returned 'good'; return a number, (number, answer found, correct)"),
+        ("number_as_text", "returned '1.0'; return a number, (number, answer found, correct)"),
+        ("texts_as_flags", "returned (1.0, 'yes', 'no'); return a number, (number, answer found, correct)"),
+        ("two", "too many positional arguments; define it as two(completion, gold, row)"),
+        ("nothing", "own.py has no function nothing; its functions are: reward, advantages, loss"),
     ],
 )
 def test_a_fault_of_a_reward_names_the_question(name: str, said: str, capfd) -> None:
@@ -359,7 +359,7 @@ def test_a_fault_of_a_reward_names_the_question(name: str, said: str, capfd) -> 
         ("x = 1 / 0\n", "line 1: division by zero"),
         ("raise SystemExit(0)\n", "line 1"),
         ("import os\nos._exit(7)\n", "ended its process (exit code 7) while it was imported"),
-        ("", "has no function f; found none"),
+        ("", "has no function f; its functions are: none"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, said: str, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
     message = refused(scored, RewardConfig(function=f"{path}:f"), "")
     assert str(path) in message and said in message, message
     path.unlink()
-    assert "no such file; needed: FILE.py:NAME" in refused(scored, RewardConfig(function=f"{path}:f"), "")
+    assert "does not exist; give FILE.py:NAME" in refused(scored, RewardConfig(function=f"{path}:f"), "")
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,12 @@ def test_a_right_answer_below_1_is_refused_with_the_question_the_score_and_the_r
     scorer = Scorer(reward)
     said = refused(input_check.check_answers, reward, section, EvalConfig(), scorer)
     scorer.close()
-    assert "finds 1 of 2 gold training answers not correct, with the score 0.5 for '5?'" in said, said
-    assert "'#### 5'" in said and "a score alone is correct from 1.0 on" in said and "base_acc" not in said
+    assert "scores 1 of 2 gold training answers as wrong, the first with 0.5" in said, said
+    assert (
+        "'#### 5', the answer to '5?'" in said
+        and "a score of 1.0 or more counts as correct" in said
+        and "base_acc" not in said
+    )
 
 
 def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
@@ -445,7 +449,7 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
         ({"reward": 1.0}, "'score': number"),
         ({"score": "1"}, "'score': number"),
         ({"score": 1.0, "part": None}, "'score': number"),
-        ({"score": 1.0, "part": float("inf")}, "needed: a finite number"),
+        ({"score": 1.0, "part": float("inf")}, "return a finite number"),
         ((1.0, True), "'score': number"),
     ],
 )
@@ -611,12 +615,15 @@ def inputs() -> grpo.LossInputs:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: functions.advantage(f"{OWN}:fewer")(torch.ones(2, 3)), "fewer returned (1, 3); needed: a tensor of"),
-        (lambda: functions.advantage(f"{OWN}:infinite")(torch.ones(2, 3)), "NaN or infinity; needed: finite"),
+        (
+            lambda: functions.advantage(f"{OWN}:fewer")(torch.ones(2, 3)),
+            "fewer returned (1, 3) for the advantages; return a tensor of",
+        ),
+        (lambda: functions.advantage(f"{OWN}:infinite")(torch.ones(2, 3)), "NaN or infinity; return finite"),
         (lambda: functions.advantage(f"{OWN}:loss")(torch.ones(2, 3)), "AttributeError: 'Tensor' object has no"),
         (lambda: functions.advantage(f"{OWN}:two"), "missing a required argument"),
-        (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned (1, 2); needed: the losses (1, 2)"),
-        (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "for the losses (); needed: shape (1, 2)"),
+        (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned (1, 2); return the losses (1, 2)"),
+        (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "() for the losses; return a tensor of shape (1, 2)"),
     ],
 )
 def test_a_fault_of_an_advantage_or_a_loss_is_one_line(call, said: str) -> None:
@@ -715,6 +722,6 @@ def test_the_file_and_what_it_imports_are_inputs_of_the_run(tmp_path: Path) -> N
     assert run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path)) == []
     (tmp_path / "part.py").write_text("value = 2.0\n")
     (line,) = run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))
-    assert line.startswith(f"{tmp_path / 'part.py'}: when ") and "now sha256" in line
+    assert line.startswith(f"{tmp_path / 'part.py'}: was ") and "is sha256" in line
     (tmp_path / "mine.py").unlink()
-    assert "mine.py: when" in run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))[0]
+    assert "mine.py: was" in run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))[0]

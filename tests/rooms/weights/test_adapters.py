@@ -88,7 +88,7 @@ FAULTS = [
     (
         "a key twice",
         lambda folder: (folder / CONFIG).write_text('{"r": 2, "lora_alpha": 3, "r": 4}'),
-        "'r' is there twice",
+        "'r' occurs twice",
     ),
     (
         "A alone",

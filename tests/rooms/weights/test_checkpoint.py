@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_half_way_is_a_clear_error_and_leaves_the_earlier_on
 
     monkeypatch.setattr(module, name, fill_the_disk)
     with pytest.raises(
-        InputError, match=r"step-000003: not written: .*disk full; needed: a folder to write, with room"
+        InputError, match=r"step-000003: cannot be written: .*disk full; choose a writable folder with enough space"
     ):
         saved(tmp_path, cfg, 3)
     assert names(tmp_path) == before and is_whole(checkpoint.latest(tmp_path))

@@ -257,7 +257,7 @@ BROKEN = {  # the fault: (the change that makes it, the expected line)
     ),
     "an index with a key twice": (
         index('{"weight_map": {"a": "model.safetensors", "a": "other.safetensors"}}'),
-        "index.json: not valid JSON .'a' is there twice",
+        "index.json: not valid JSON .'a' occurs twice",
     ),
     "index map a list": (index('{"weight_map": ["model.safetensors"]}'), "index.json: not a valid weight index"),
 }
