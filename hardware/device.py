@@ -267,6 +267,15 @@ def profiler(device: torch.device) -> Any:
 
 # ------------------------------------------------------------------------------------------------ Megatron
 
+# Megatron's modules for FSDP, which we do not use. They import torch's distributed tensors and sympy, in 0.6 seconds.
+FSDP = (
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+    "megatron.core.distributed.torch_fully_sharded_data_parallel",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint",
+)
+DISTRIBUTED_TENSORS = "torch.distributed._tensor"
+
 
 def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
@@ -274,12 +283,21 @@ def import_megatron(device: torch.device) -> None:
     While it is imported, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a
     second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
     Versions from 0.18 on also import triton for paged_stash, a feature that we switch off. Without triton, an object
-    takes the place of that module. A stand-in for triton itself would make torch use it as the real one.
+    takes the place of that module. A stand-in for triton itself would make torch use it as the real one. Such an object
+    also takes the place of the modules for FSDP. If Megatron cannot import torch's distributed tensors, it does without
+    them; whoever imports them after this function gets the real ones.
     """
     if device.type == "cpu":
         redirect_cuda()
+    unused = list(FSDP)
     if importlib.util.find_spec("triton") is None:
-        sys.modules["megatron.core.transformer.moe.paged_stash"] = _NoStream()
+        unused.append("megatron.core.transformer.moe.paged_stash")
+    for name in unused:
+        if name not in sys.modules:  # MindSpeed may have imported it
+            sys.modules[name] = _NoStream()
+    hides_tensors = DISTRIBUTED_TENSORS not in sys.modules
+    if hides_tensors:
+        sys.modules[DISTRIBUTED_TENSORS] = None  # its import raises ImportError, which Megatron catches
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else lambda function: function
     try:
@@ -288,6 +306,8 @@ def import_megatron(device: torch.device) -> None:
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     finally:
         torch.compile = compiler
+        if hides_tensors:
+            del sys.modules[DISTRIBUTED_TENSORS]
     _correct_megatron(device)
 
 
