@@ -70,6 +70,12 @@ def tokenizer(model_dir: Path) -> Any:
     return data_gsm8k.load_tokenizer(model_dir)
 
 
+@pytest.fixture
+def theirs(model_dir: Path) -> PreTrainedTokenizerFast:
+    """The same tokenizer as transformers reads it, which can get more tokens."""
+    return PreTrainedTokenizerFast.from_pretrained(model_dir)
+
+
 def write_parquet(path: Path, rows: list[Any]) -> Path:
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
@@ -608,7 +614,7 @@ def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
     again = make_model_dir(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (again / name).read_bytes() == (model_dir / name).read_bytes()
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer("has 1234 pens", add_special_tokens=False)["input_ids"])
+    tokens = [tokenizer.decode([one]) for one in tokenizer("has 1234 pens", add_special_tokens=False)["input_ids"]]
     assert [token for token in tokens if any(c.isdigit() for c in token)] == ["1", "2", "3", "4"]
     for text in ("37 - 25 = 12\n#### 12", "Äpfel − £ 🍎 \u2028\n\n  x", ROWS[1]["question"]):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
@@ -808,9 +814,9 @@ SPECIAL = [
     "part", ["question", "system turn", "earlier answer", "gold", "system", "instruction", "example"]
 )
 def test_a_users_text_that_would_become_a_special_token_is_refused_with_the_row_and_the_token(
-    part: str, token: str, tokenizer: Any, tmp_path: Path
+    part: str, token: str, theirs: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with_tokens(tokenizer, token)
+    tokenizer = with_tokens(theirs, token)
     text = f"5 {token}\n and 6"
     good = {"messages": [{"role": "user", "content": "1?"}], "a": "2"}
     talk = [{"role": role, "content": "2?"} for role in ("system", "user", "assistant", "user")]
@@ -836,9 +842,9 @@ def test_a_users_text_that_would_become_a_special_token_is_refused_with_the_row_
     assert len(data_gsm8k.load(good_section, "train", tokenizer, seed=0)) == 1
 
 
-def test_a_special_token_is_found_as_the_tokenizer_finds_it(tokenizer: Any) -> None:
+def test_a_special_token_is_found_as_the_tokenizer_finds_it(theirs: PreTrainedTokenizerFast) -> None:
     """By its own text alone, within a word, and in a normalised form where the tokenizer normalises."""
-    with_tokens(tokenizer, "<stop>", plain="<think>")
+    tokenizer = with_tokens(theirs, "<stop>", plain="<think>")
     with_tokens(tokenizer, "WORD", single_word=True)
     special = data_gsm8k.special_tokens(tokenizer)
     for text, token in {
