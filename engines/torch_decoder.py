@@ -126,12 +126,15 @@ class Decoder:
             y += F.linear(scale * F.linear(x, a), b)
         return y
 
-    def _grouped(self, layer: int, part: str, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in), (E,) -> (N, out)"""
-        y = kernels.grouped_mm(x, self.layers[layer][part], tokens_per_expert)
+    def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
+        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in) -> (N, out)
+
+        ``blocks``: the number of rows of each expert, and where they end, (E,) each.
+        """
+        y = kernels.grouped_mm(x, self.layers[layer][part], *blocks)
         if part in self.factors[layer]:
             a, b, scale = self.factors[layer][part]
-            y += kernels.grouped_mm(scale * kernels.grouped_mm(x, a, tokens_per_expert), b, tokens_per_expert)
+            y += kernels.grouped_mm(scale * kernels.grouped_mm(x, a, *blocks), b, *blocks)
         return y
 
     def _qkv(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,11 +175,12 @@ class Decoder:
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = kernels.sortable(experts.view(-1)).sort(stable=True)
         # bincount would wait for the device, twice.
-        tokens_per_expert = torch.searchsorted(in_order, self.expert_ends).diff()
+        ends = torch.searchsorted(in_order, self.expert_ends)
+        blocks = ends.diff(), ends[1:].int()
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        pairs = self._grouped(layer, "experts.gate_up_proj", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.gate_up_proj", pairs, blocks)
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
-        pairs = self._grouped(layer, "experts.down_proj", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.down_proj", pairs, blocks)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         back = kernels.sortable(pair).argsort()  # a sort is faster on a CPU than index_copy_
         pairs = pairs.index_select(0, back).view(*experts.shape, -1)
