@@ -5,6 +5,7 @@ that cannot be used is an InputError with the file, the number of the row, what 
 skipped or repaired silently. Rows count from 1; the number of a jsonl row is that of its line.
 """
 
+import functools
 import io
 import math
 import re
@@ -336,6 +337,7 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
     return [pair for pair in pairs if composed(pair[0]) != composed(pair[1])]
 
 
+@functools.cache  # each question is compared with several sets
 def normalised(question: str) -> str:
     """Return the text that two questions share which a reader can hardly tell apart, or which differ in case.
 

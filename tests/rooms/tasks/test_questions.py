@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -163,6 +164,15 @@ def test_questions_that_differ_otherwise_are_two_and_a_warning_names_the_first_p
     assert data_gsm8k.few_shot(data(few_shot_path=str(path)), [Question.worked("Who?", "#### 1")]) == asked
     assert question_files.alike(asked, asked) == question_files.alike(asked[:2], asked[2:]) == [(first, other)]
     assert question_files.alike(asked[:2], asked[:2]) == []
+
+
+def test_a_question_is_normalised_once_for_all_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start compares the questions of each split with themselves and with those of the other splits."""
+    asked = [Question.worked(f"How many pens has Ada after week {n}?", "#### 1") for n in range(4)]
+    counted = Mock(wraps=question_files.words)
+    monkeypatch.setattr(question_files, "words", counted)
+    assert question_files.alike(asked, asked) == question_files.alike(asked[:2], asked) == []
+    assert counted.call_count == len(asked)
 
 
 @pytest.mark.parametrize("form", ["columns", "verl"])
