@@ -13,6 +13,7 @@ In the order of a start: what torchrun says, the device and the world, the layou
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import socket
@@ -204,15 +205,9 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     def create_group(*args, backend: str | None = None, **kwargs):
         return create(*args, backend=backend or devices.BACKENDS[device.type], **kwargs)
 
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def create_once(ranks: list[int], *args, **kwargs):
-        if tuple(ranks) not in made:
-            made[tuple(ranks)] = create(ranks, *args, **kwargs)
-        return made[tuple(ranks)]
-
     if device.type == "cpu":  # the backend of the world is the right one
-        parallel_state.create_group = create_once
+        group_of = functools.cache(lambda ranks, timeout: create(list(ranks), timeout=timeout))
+        parallel_state.create_group = lambda ranks, timeout=None, **options: group_of(tuple(ranks), timeout)
     else:
         parallel_state.create_group = create_group
         parallel_state.get_nccl_options = lambda name, configs: devices.group_options(device, name)

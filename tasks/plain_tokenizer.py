@@ -4,8 +4,6 @@ The import of transformers takes half a second, and with it the text of a prompt
 folders for which transformers would add nothing to the two; data_gsm8k leaves all other folders to transformers.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +25,34 @@ OTHERS = {
 }
 
 
+class PlainTokenizer:
+    """The part of transformers' PreTrainedTokenizerFast that we use, with the same results.
+
+    ``inner``: the Tokenizer of tokenizer.json; ``special``: the names of special tokens, and their texts.
+    """
+
+    def __init__(self, name_or_path: str, inner: Any, special: dict[str, str], chat_template: str | None) -> None:
+        self.name_or_path, self.inner, self.special, self.chat_template = name_or_path, inner, special, chat_template
+        self.added_tokens_decoder = inner.get_added_tokens_decoder()
+        self.eos_token = special.get("eos_token")
+        ids = {name: inner.token_to_id(token) for name, token in special.items()}
+        self.eos_token_id, self.pad_token_id = ids.get("eos_token"), ids.get("pad_token")
+
+    def __len__(self) -> int:
+        return self.inner.get_vocab_size()
+
+    def __call__(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> dict[str, Any]:
+        self.inner.encode_special_tokens = split_special_tokens
+        return {"input_ids": self.inner.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(ids, skip_special_tokens=False)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **variables: Any) -> str:
+        template = _compiled(self.chat_template)
+        return template.render(self.special | variables, messages=messages, tools=None, documents=None)
+
+
 def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> PlainTokenizer | None:
     """Open the tokenizer of ``folder``, which has these ``files``, or return None if transformers has to read it.
 
@@ -44,35 +70,6 @@ def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> P
     if inner.padding or inner.truncation or not flagged.issuperset(special.values()):
         return None
     return PlainTokenizer(str(folder), inner, special, texts.get("chat_template"))
-
-
-class PlainTokenizer:
-    """The part of transformers' PreTrainedTokenizerFast that we use, with the same results.
-
-    ``inner``: the Tokenizer of tokenizer.json; ``special``: the names of special tokens, and their texts.
-    """
-
-    def __init__(self, name_or_path: str, inner: Any, special: dict[str, str], chat_template: str | None) -> None:
-        self.name_or_path, self.chat_template = name_or_path, chat_template
-        self.inner, self.special = inner, special
-        self.added_tokens_decoder = inner.get_added_tokens_decoder()
-        self.eos_token = special.get("eos_token")
-        ids = {name: inner.token_to_id(token) for name, token in special.items()}
-        self.eos_token_id, self.pad_token_id = ids.get("eos_token"), ids.get("pad_token")
-
-    def __len__(self) -> int:
-        return self.inner.get_vocab_size()
-
-    def __call__(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> dict[str, Any]:
-        self.inner.encode_special_tokens = split_special_tokens
-        return {"input_ids": self.inner.encode(text, add_special_tokens=add_special_tokens).ids}
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(ids, skip_special_tokens=False)
-
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **variables: Any) -> str:
-        values = {"messages": messages, "tools": None, "documents": None} | self.special | variables
-        return _compiled(self.chat_template).render(values)
 
 
 @functools.cache
