@@ -104,10 +104,14 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
     push = _push(policy, _Engine(policy, done.layout, meter))
     with meter.phase("push"), learner.sampling_policy():
         push(0, [])
-    before = meter.now
     for ending, imbalance in IMBALANCES.items():
         meter.ending = ending
-        for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
+        # The fullest micro-batch is not the first one of its update.
+        with meter.phase("update"):
+            for adapter in policy.adapters.values():
+                adapter.working_factors(devices.DTYPES[cfg.model.dtype])
+        before = meter.now
+        for factor in learner.parameters:
             factor.grad = torch.zeros_like(factor)
         done.held = _held(learner, meter)
         with dry_run_device.routed(imbalance), meter.phase("update"):
@@ -218,12 +222,15 @@ class _Learner(Learner):
 
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
     """Bytes that this rank holds during an update, apart from activations."""
+    dtype, policy = devices.DTYPES[learner.cfg.model.dtype], learner.policy
     adapters = meter.size_of(learner.parameters)
-    tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
+    tensors = [*policy.model.parameters(), *policy.model.buffers()]
+    working = [factor for adapter in policy.adapters.values() for factor in adapter.working_factors(dtype)]
     moments = [moment for each in learner.moments.values() for moment in each.values()]
     return {
         "weights": meter.size_of(tensors) - adapters,
         "adapters": adapters,
+        "working factors": meter.size_of(working),
         "moments": meter.size_of(moments),
         "older": sum(meter.size_of(factors.values()) for factors in learner.stale_factors),
         "teacher": meter.size_of(learner.teacher.values()),

@@ -27,11 +27,10 @@ PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at 
 
 
 class Factors(NamedTuple):
-    """The adapter of a part: x -> scale B A x.  A (R, in), B (out, R); of experts A (E, in, R), B (E, R, out)"""
+    """The adapter of a part: A and (alpha / R) B.  (R, in) and (out, R); of experts (E, in, R) and (E, R, out)"""
 
     a: Tensor
     b: Tensor
-    scale: float
 
 
 class Decoder:
@@ -109,8 +108,8 @@ class Decoder:
             part, layer = adapted.module.part, int(adapted.layer.split(".")[2])
             dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
             a = factors[f"{adapted.name}.A"].to(self.device, dtype, copy=True)
-            b = factors[f"{adapted.name}.B"].to(self.device, dtype, copy=True)
-            layers[layer][part] = Factors(a, b, lora.alpha / adapted.rank)
+            b = (lora.alpha / adapted.rank * factors[f"{adapted.name}.B"]).to(self.device, dtype)
+            layers[layer][part] = Factors(a, b)
         self.factors = layers
 
     # ------------------------------------------------------------------------------------------------------ the model
@@ -122,8 +121,8 @@ class Decoder:
         else:
             y = F.linear(x, weights[part]) + bias  # rounded before the bias is added, as in the trainer
         if part in self.factors[layer]:
-            a, b, scale = self.factors[layer][part]
-            y += F.linear(scale * F.linear(x, a), b)
+            a, b = self.factors[layer][part]
+            y += F.linear(F.linear(x, a), b)
         return y
 
     def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
@@ -133,8 +132,8 @@ class Decoder:
         """
         y = kernels.grouped_mm(x, self.layers[layer][part], *blocks)
         if part in self.factors[layer]:
-            a, b, scale = self.factors[layer][part]
-            y += kernels.grouped_mm(scale * kernels.grouped_mm(x, a, *blocks), b, *blocks)
+            a, b = self.factors[layer][part]
+            y += kernels.grouped_mm(kernels.grouped_mm(x, a, *blocks), b, *blocks)
         return y
 
     def _qkv(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,8 +167,8 @@ class Decoder:
         # The router works in fp32 for every dtype of the model, as in the trainer.
         logits = F.linear(h.float(), weights["gate"].float())
         if "gate" in self.factors[layer]:
-            a, b, scale = self.factors[layer]["gate"]
-            logits += scale * F.linear(F.linear(h.float(), a), b)
+            a, b = self.factors[layer]["gate"]
+            logits += F.linear(F.linear(h.float(), a), b)
         score, experts = self._route(logits)
         routes.append(experts)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
