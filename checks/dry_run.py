@@ -106,14 +106,11 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
         push(0, [])
     for ending, imbalance in IMBALANCES.items():
         meter.ending = ending
-        # The fullest micro-batch is not the first one of its update.
-        with meter.phase("update"):
-            for adapter in policy.adapters.values():
-                adapter.working_factors(devices.DTYPES[cfg.model.dtype])
         before = meter.now
-        for factor in learner.parameters:
+        for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
             factor.grad = torch.zeros_like(factor)
-        done.held = _held(learner, meter)
+        with meter.phase("update"):  # for the factors in the dtype of the passes, which the first micro-batch computed
+            done.held = _held(learner, meter)
         with dry_run_device.routed(imbalance), meter.phase("update"):
             _update(done, learner, meter)
         gc.collect()
@@ -222,10 +219,13 @@ class _Learner(Learner):
 
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
     """Bytes that this rank holds during an update, apart from activations."""
-    dtype, policy = devices.DTYPES[learner.cfg.model.dtype], learner.policy
     adapters = meter.size_of(learner.parameters)
-    tensors = [*policy.model.parameters(), *policy.model.buffers()]
-    working = [factor for adapter in policy.adapters.values() for factor in adapter.working_factors(dtype)]
+    tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
+    working = [
+        factor
+        for adapter in learner.policy.adapters.values()
+        for factor in adapter.working_factors(devices.DTYPES[learner.cfg.model.dtype])
+    ]
     moments = [moment for each in learner.moments.values() for moment in each.values()]
     return {
         "weights": meter.size_of(tensors) - adapters,

@@ -8,7 +8,6 @@ token.
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +25,6 @@ from weights.huggingface import fused_group
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
 
 
-class Factors(NamedTuple):
-    """The adapter of a part: A and (alpha / R) B.  (R, in) and (out, R); of experts (E, in, R) and (E, R, out)"""
-
-    a: Tensor
-    b: Tensor
-
-
 class Decoder:
     """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
 
@@ -48,7 +40,8 @@ class Decoder:
         self.expert_ends = kernels.sortable(torch.arange(arch.num_experts + 1, device=self.device))
         self.head_ones = torch.ones(arch.head_dim, dtype=dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
-        self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
+        # By layer and part: A and (alpha / R) B.  (R, in) and (out, R); of experts (E, in, R) and (E, R, out)
+        self.factors: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
         self.groups = {name: fused_group(name) for name in self.slots}
 
@@ -103,13 +96,13 @@ class Decoder:
     def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
         """See engines.interface.Engine. The factors are held in the dtype of the decoder."""
         check_finite(factors, "load_adapter")
-        layers: list[dict[str, Factors]] = [{} for _ in self.layers]
+        layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         for adapted in adapted_modules(self.arch, lora):
             part, layer = adapted.module.part, int(adapted.layer.split(".")[2])
             dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
             a = factors[f"{adapted.name}.A"].to(self.device, dtype, copy=True)
             b = (lora.alpha / adapted.rank * factors[f"{adapted.name}.B"]).to(self.device, dtype)
-            layers[layer][part] = Factors(a, b)
+            layers[layer][part] = a, b
         self.factors = layers
 
     # ------------------------------------------------------------------------------------------------------ the model

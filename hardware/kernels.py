@@ -44,8 +44,7 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tenso
             return x @ weight[0]
         return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
     if len(x) and _grouped_mm_takes(weight):
-        if ends is None:
-            ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device) if ends is None else ends
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])

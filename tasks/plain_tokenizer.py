@@ -49,8 +49,9 @@ class PlainTokenizer:
         return self.inner.decode(ids, skip_special_tokens=False)
 
     def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **variables: Any) -> str:
-        template = _compiled(self.chat_template)
-        return template.render(self.special | variables, messages=messages, tools=None, documents=None)
+        return _compiled(self.chat_template).render(
+            self.special | variables, messages=messages, tools=None, documents=None
+        )
 
 
 def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> PlainTokenizer | None:
@@ -67,9 +68,8 @@ def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> P
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     flagged = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     special = {name: texts[name] for name in SPECIAL if name in texts}
-    if inner.padding or inner.truncation or not flagged.issuperset(special.values()):
-        return None
-    return PlainTokenizer(str(folder), inner, special, texts.get("chat_template"))
+    is_whole = flagged.issuperset(special.values()) and not inner.padding and not inner.truncation
+    return PlainTokenizer(str(folder), inner, special, texts.get("chat_template")) if is_whole else None
 
 
 @functools.cache
@@ -77,8 +77,9 @@ def _compiled(chat_template: str) -> Any:
     """Compile a template in the environment that transformers gives it."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    extensions = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     return environment.from_string(chat_template)
