@@ -20,7 +20,7 @@ from facts.exits import InputError
 from facts.seeds import derive_seed
 from inputs.files import one_line, read_bytes, read_object, shown
 from knobs import GENERATED, DataConfig, Paths, RolloutConfig, listed
-from tasks import arithmetic, question_files
+from tasks import arithmetic, plain_tokenizer, question_files
 from tasks.environment import Environment, Template, Waiting, plain_ids
 from tasks.question_files import Question, Turn
 from tasks.scoring import Pool
@@ -182,12 +182,11 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
     settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     try:
-        if settings.get("tokenizer_class") == "PreTrainedTokenizerFast":
-            # AutoTokenizer would find this class as well, but it imports all model code first, which takes a second.
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        tokenizer = Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = plain_tokenizer.read(folder, files, settings)
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     for name in files & {"tokenizer_config.json", "chat_template.json"}:  # the second one is of old processors

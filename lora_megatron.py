@@ -78,6 +78,23 @@ def merged_parts(shape: tuple[int, ...]) -> list[slice]:
     return [slice(first, min(first + size, experts)) for first in range(0, experts, size)]
 
 
+def _in_passes(factor: Factor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return ``scale`` x ``factor`` in ``dtype``, whose gradient is added to the factor's in fp32, in one kernel.
+
+    If autograd knew how it was computed, each backward pass would cast and scale the gradient first.
+    """
+    copy = torch.mul(factor.detach(), scale, out=torch.empty_like(factor, dtype=dtype)).requires_grad_()
+
+    def add_gradient(copy: Tensor) -> None:
+        if factor.grad is None:
+            factor.grad = torch.zeros_like(factor)
+        factor.grad.add_(copy.grad, alpha=scale)
+        copy.grad = None
+
+    copy.register_post_accumulate_grad_hook(add_gradient)
+    return copy
+
+
 class Adapter(torch.nn.Module):
     """A low-rank update (alpha / R) B A that can be switched off.
 
@@ -91,6 +108,18 @@ class Adapter(torch.nn.Module):
         # merged into it.
         self.buffer: Tensor | None = None
         self.buffer_changes: tuple[int, int] | None = None
+        # The versions of A and B, and from them A and (alpha / R) B in the dtype of the passes.
+        self.working: tuple[tuple[int, int], Tensor, Tensor] | None = None
+
+    def working_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A and (alpha / R) B in ``dtype``, for passes whose gradients A and B get.
+
+        They are computed again only if A or B has changed, as `LoRAGroupedLinear.weight` is.
+        """
+        versions = self.A._version, self.B._version
+        if self.working is None or self.working[0] != versions:
+            self.working = versions, _in_passes(self.A, 1.0, dtype), _in_passes(self.B, self.scale, dtype)
+        return self.working[1:]
 
     @torch.no_grad()
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
@@ -133,14 +162,15 @@ class LoRALinear(Adapter):
         """Compute (alpha / R) B A x, in the shape of the base's output."""
         from megatron.core.tensor_parallel import mappings
 
-        low = F.linear(x, self.A.to(x.dtype))  # (.., R)
+        first, second = self.working_factors(x.dtype)
+        low = F.linear(x, first)  # (.., R)
         if self.sequence_parallel and self.is_column:
             # Gathering R columns is cheaper than gathering the hidden size. The backward pass sums the gradient of
             # these columns over the tensor ranks.
             low = mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low)
-        return F.linear(self.scale * low, self.B.to(x.dtype))  # scale here, where there are only R columns
+        return F.linear(low, second)
 
 
 class LoRAGroupedLinear(Adapter):
@@ -187,8 +217,8 @@ class LoRAGroupedLinear(Adapter):
         return weight
 
     def _update(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        low = kernels.grouped_mm(x, self.A.to(x.dtype), tokens_per_expert)
-        return kernels.grouped_mm(self.scale * low, self.B.to(x.dtype), tokens_per_expert)
+        first, second = self.working_factors(x.dtype)
+        return kernels.grouped_mm(kernels.grouped_mm(x, first, tokens_per_expert), second, tokens_per_expert)
 
 
 class LoRARouter(Adapter):
@@ -201,7 +231,7 @@ class LoRARouter(Adapter):
         base_gating = router.gating
 
         def update(x: Tensor) -> Tensor:
-            return self.scale * F.linear(F.linear(x.float(), self.A), self.B)
+            return F.linear(F.linear(x.float(), self.A), self.B.mul(self.scale))
 
         def gating(x: Tensor) -> Tensor:
             if not (self.enabled and self.merges):

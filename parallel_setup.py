@@ -13,6 +13,7 @@ In the order of a start: what torchrun says, the device and the world, the layou
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import socket
@@ -193,7 +194,10 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 
 @contextlib.contextmanager
 def _groups_on(device: torch.device) -> Iterator[None]:
-    """A context in which Megatron makes its groups on the backend of ``device``, with its options."""
+    """A context in which Megatron makes its groups on the backend of ``device``, with its options.
+
+    On a CPU each set of ranks gets one group. Megatron makes several of some sets, and each has threads that poll.
+    """
     from megatron.core import parallel_state
 
     create, options = parallel_state.create_group, parallel_state.get_nccl_options
@@ -201,7 +205,10 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     def create_group(*args, backend: str | None = None, **kwargs):
         return create(*args, backend=backend or devices.BACKENDS[device.type], **kwargs)
 
-    if device.type != "cpu":  # on a CPU, the backend of the world is the right one
+    if device.type == "cpu":  # the backend of the world is the right one
+        group_of = functools.cache(lambda ranks, timeout: create(list(ranks), timeout=timeout))
+        parallel_state.create_group = lambda ranks, timeout=None, **options: group_of(tuple(ranks), timeout)
+    else:
         parallel_state.create_group = create_group
         parallel_state.get_nccl_options = lambda name, configs: devices.group_options(device, name)
     try:

@@ -7,7 +7,7 @@ Each trainer is a process with one thread in fp32. They take turns step by step,
 affects both. The figures are medians of CPU seconds. Before the timed steps, the trainer computes log-probs and the
 loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which
 launch/setup_cpu.sh makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without
-CUDA. out/bench_step.json keeps the figures, the commit and the machine.
+CUDA. out/bench_step.json keeps the figures, the commit and the machine; it is written when a case ends.
 """
 
 import argparse
@@ -167,13 +167,14 @@ def main() -> None:
     if {*args.cases} - {*cases.TINY} and not (cases.ROOT / cases.SMOL).is_dir():
         parser.error(f"{cases.SMOL}: there is no such folder; needed: python weights/smol_model.py {cases.SMOL}")
     python = trl_python()
-    with tempfile.TemporaryDirectory() as work:
-        found = [compare(name, Path(work), python, args.steps) for name in args.cases]
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
-    result = {**git_state()[0], "machine": machine, "cases": found}
     path = cases.ROOT / "out" / "bench_step.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    found = []
+    with tempfile.TemporaryDirectory() as work:
+        for name in args.cases:
+            found.append(compare(name, Path(work), python, args.steps))
+            machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
+            path.write_text(json.dumps({**git_state()[0], "machine": machine, "cases": found}, indent=1) + "\n")
     print("medians of CPU seconds of a step")
     table = pd.json_normalize(found)[[*TABLE]].rename(columns=TABLE)
     print(table.to_string(index=False, float_format="{:.4g}".format))

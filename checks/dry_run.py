@@ -105,12 +105,13 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
     push = _push(policy, _Engine(policy, done.layout, meter))
     with meter.phase("push"), learner.sampling_policy():
         push(0, [])
-    before = meter.now
     for ending, imbalance in IMBALANCES.items():
         meter.ending = ending
+        before = meter.now
         for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
             factor.grad = torch.zeros_like(factor)
-        done.held = _held(learner, meter)
+        with meter.phase("update"):  # for the factors in the dtype of the passes, which the first micro-batch computed
+            done.held = _held(learner, meter)
         with dry_run_device.routed(imbalance), meter.phase("update"):
             _update(done, learner, meter)
         gc.collect()
@@ -221,10 +222,16 @@ def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
     """Return the bytes that this rank stores during an update, apart from activations."""
     adapters = meter.size_of(learner.parameters)
     tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
+    working = [
+        factor
+        for adapter in learner.policy.adapters.values()
+        for factor in adapter.working_factors(devices.DTYPES[learner.cfg.model.dtype])
+    ]
     moments = [moment for each in learner.moments.values() for moment in each.values()]
     return {
         "weights": meter.size_of(tensors) - adapters,
         "adapters": adapters,
+        "working factors": meter.size_of(working),
         "moments": meter.size_of(moments),
         "older": sum(meter.size_of(factors.values()) for factors in learner.stale_factors),
         "teacher": meter.size_of(learner.teacher.values()),

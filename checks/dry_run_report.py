@@ -28,6 +28,7 @@ WORK = ("activations", "merged weights", "merging in fp32")
 EXACT = {
     "weights": "base",
     "adapters": "lora",
+    "working factors": "working factors",
     "moments": "optimizer",
     "older": "older factors",
     "teacher": "teacher",

@@ -45,8 +45,8 @@ def pick(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Te
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
     # As in the trainer, so that both round alike: megatron_model._VocabularyLogProbs.
-    scores = logits.float() / (temperature or 1.0)
-    scores.sub_(scores.amax(-1, keepdim=True))
+    scores = logits.float() if temperature in (0, 1) else logits.float() / temperature
+    scores = scores - scores.amax(-1, keepdim=True)
     probs = scores.exp()  # times their sum
     token = logits.argmax(-1, keepdim=True) if uniform is None else inverse_cdf(probs, uniform)
     return token[:, 0], (scores.gather(-1, token) - probs.sum(-1, keepdim=True).log())[:, 0]

@@ -8,7 +8,6 @@ token.
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +25,6 @@ from weights.huggingface import fused_group
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
 
 
-class Factors(NamedTuple):
-    """The adapter of a part: x -> scale B A x.  A (R, in), B (out, R); of experts A (E, in, R), B (E, R, out)"""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
 class Decoder:
     """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
 
@@ -49,7 +40,8 @@ class Decoder:
         self.expert_ends = kernels.sortable(torch.arange(arch.num_experts + 1, device=self.device))
         self.head_ones = torch.ones(arch.head_dim, dtype=dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
-        self.factors: list[dict[str, Factors]] = [{} for _ in self.layers]  # by layer and part
+        # By layer and part: A and (alpha / R) B.  (R, in) and (out, R); of experts (E, in, R) and (E, R, out)
+        self.factors: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
         self.groups = {name: fused_group(name) for name in self.slots}
 
@@ -104,13 +96,13 @@ class Decoder:
     def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
         """See engines.interface.Engine. The factors are held in the dtype of the decoder."""
         check_finite(factors, "load_adapter")
-        layers: list[dict[str, Factors]] = [{} for _ in self.layers]
+        layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         for adapted in adapted_modules(self.arch, lora):
             part, layer = adapted.module.part, int(adapted.layer.split(".")[2])
             dtype = torch.float32 if part == "gate" else self.dtype  # as in the trainer
             a = factors[f"{adapted.name}.A"].to(self.device, dtype, copy=True)
-            b = factors[f"{adapted.name}.B"].to(self.device, dtype, copy=True)
-            layers[layer][part] = Factors(a, b, lora.alpha / adapted.rank)
+            b = (lora.alpha / adapted.rank * factors[f"{adapted.name}.B"]).to(self.device, dtype)
+            layers[layer][part] = a, b
         self.factors = layers
 
     # ------------------------------------------------------------------------------------------------------ the model
@@ -122,16 +114,19 @@ class Decoder:
         else:
             y = F.linear(x, weights[part]) + bias  # rounded before the bias is added, as in the trainer
         if part in self.factors[layer]:
-            a, b, scale = self.factors[layer][part]
-            y += F.linear(scale * F.linear(x, a), b)
+            a, b = self.factors[layer][part]
+            y += F.linear(F.linear(x, a), b)
         return y
 
-    def _grouped(self, layer: int, part: str, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in), (E,) -> (N, out)"""
-        y = kernels.grouped_mm(x, self.layers[layer][part], tokens_per_expert)
+    def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
+        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in) -> (N, out)
+
+        ``blocks``: the number of rows of each expert, and where they end, (E,) each.
+        """
+        y = kernels.grouped_mm(x, self.layers[layer][part], *blocks)
         if part in self.factors[layer]:
-            a, b, scale = self.factors[layer][part]
-            y += kernels.grouped_mm(scale * kernels.grouped_mm(x, a, tokens_per_expert), b, tokens_per_expert)
+            a, b = self.factors[layer][part]
+            y += kernels.grouped_mm(kernels.grouped_mm(x, a, *blocks), b, *blocks)
         return y
 
     def _qkv(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,18 +160,19 @@ class Decoder:
         # The router works in fp32 for every dtype of the model, as in the trainer.
         logits = F.linear(h.float(), weights["gate"].float())
         if "gate" in self.factors[layer]:
-            a, b, scale = self.factors[layer]["gate"]
-            logits += scale * F.linear(F.linear(h.float(), a), b)
+            a, b = self.factors[layer]["gate"]
+            logits += F.linear(F.linear(h.float(), a), b)
         score, experts = self._route(logits)
         routes.append(experts)
         # Each (row, choice) pair becomes a row. Sorted by expert, two grouped products compute all experts.
         in_order, pair = kernels.sortable(experts.view(-1)).sort(stable=True)
         # bincount would wait for the device, twice.
-        tokens_per_expert = torch.searchsorted(in_order, self.expert_ends).diff()
+        ends = torch.searchsorted(in_order, self.expert_ends)
+        blocks = ends.diff(), ends[1:].int()
         pairs = h.index_select(0, pair.div(arch.experts_per_token, rounding_mode="floor"))
-        pairs = self._grouped(layer, "experts.gate_up_proj", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.gate_up_proj", pairs, blocks)
         pairs = kernels.swiglu(pairs).mul_(score.to(x.dtype).view(-1, 1).index_select(0, pair))
-        pairs = self._grouped(layer, "experts.down_proj", pairs, tokens_per_expert)
+        pairs = self._grouped(layer, "experts.down_proj", pairs, blocks)
         # Restore the order of rows and choices before the sum: index_add_ adds in no fixed order on an accelerator.
         back = kernels.sortable(pair).argsort()  # a sort is faster on a CPU than index_copy_
         pairs = pairs.index_select(0, back).view(*experts.shape, -1)

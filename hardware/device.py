@@ -267,19 +267,31 @@ def profiler(device: torch.device) -> Any:
 
 # ------------------------------------------------------------------------------------------------ Megatron
 
+# Modules of Megatron for features that we switch off. Those of FSDP import torch's distributed tensors and sympy, which
+# takes 0.6 seconds; paged_stash, of versions from 0.18 on, imports triton.
+UNUSED = (
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+    "megatron.core.distributed.torch_fully_sharded_data_parallel",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint",
+    "megatron.core.transformer.moe.paged_stash",
+)
+DISTRIBUTED_TENSORS = "torch.distributed._tensor"
+
 
 def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
     While it is imported, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a
     second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
-    Versions from 0.18 on also import triton for paged_stash, a feature that we switch off. Without triton, an object
-    takes the place of that module. A stand-in for triton itself would make torch use it as the real one.
+    An object takes the place of the modules in UNUSED. A stand-in for triton itself would make torch use it as the real
+    one. If Megatron cannot import torch's distributed tensors, it does without them; whoever imports them after this
+    function gets the real ones.
     """
     if device.type == "cpu":
         redirect_cuda()
-    if importlib.util.find_spec("triton") is None:
-        sys.modules["megatron.core.transformer.moe.paged_stash"] = _NoStream()
+    sys.modules |= {name: _NoStream() for name in UNUSED if name not in sys.modules}  # MindSpeed may import them first
+    sys.modules.setdefault(DISTRIBUTED_TENSORS)  # with None its import raises ImportError, which Megatron catches
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else lambda function: function
     try:
@@ -288,6 +300,8 @@ def import_megatron(device: torch.device) -> None:
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     finally:
         torch.compile = compiler
+        if sys.modules[DISTRIBUTED_TENSORS] is None:
+            del sys.modules[DISTRIBUTED_TENSORS]
     _correct_megatron(device)
 
 

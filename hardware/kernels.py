@@ -33,18 +33,18 @@ def _npu():
     return torch_npu
 
 
-def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tensor | None = None) -> Tensor:
     """Row block e of ``x`` times ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
 
     The rows are sorted by expert. Autograd computes a weight gradient only for a weight that requires it, so frozen
-    experts need no (E, h, o) gradient.
+    experts need no (E, h, o) gradient. ``ends``: the cumulative sum of ``tokens_per_expert`` in int32, if it is known.
     """
     if x.device.type == "npu":
         if len(weight) == 1 or not len(x):  # the kernel needs at least two groups and one row
             return x @ weight[0]
         return _GroupedMatmul.apply(x, weight, tokens_per_expert.to(x.device, torch.int64))
     if len(x) and _grouped_mm_takes(weight):
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device) if ends is None else ends
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     blocks = x.split(tokens_per_expert.tolist())
     return torch.cat([block @ weight[e] for e, block in enumerate(blocks)])

@@ -89,7 +89,8 @@ class CausalAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
         """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed sequence has b = 1"""
         if self.packing is not None:
-            return self.packing.attention(query[:, 0], key[:, 0], value[:, 0], self.scale)[:, None]
+            # Not x[:, 0], whose backward pass copies the gradient into zeros.
+            return self.packing.attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), self.scale)[:, None]
         out = kernels.causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 

@@ -63,8 +63,9 @@ class RouterLoad:
         probs, chosen = inner(logits, *args, **kwargs)
         if self.rows is not None:
             own = logits.detach().view(-1, self.arch.num_experts).float()
-            sums[:-1] += (chosen * self.rows[:, None]).sum(0)
-            sums[-1] += ((own.amax(-1) - own.logsumexp(-1)).exp() * self.rows).sum()
+            # Not +=, which would also copy the result to where it is.
+            sums[:-1].add_((chosen * self.rows[:, None]).sum(0))
+            sums[-1].add_(((own.amax(-1) - own.logsumexp(-1)).exp() * self.rows).sum())
         return probs, chosen
 
     @contextlib.contextmanager

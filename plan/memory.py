@@ -13,13 +13,12 @@ the number of rows that a rank's experts get, and e the bytes of an element.
 
 from dataclasses import dataclass
 
-from facts.architectures import Architecture, modules
+from facts.architectures import Architecture
 from facts.limits import ELEMENT_BYTES, HCCL_BUFFER_MIB, ROWS_PER_CHUNK, cache_bytes_per_token, logits_per_chunk
 from knobs import Config, LoraConfig, Merging, ModelConfig, OptimConfig, RolloutConfig
 from plan.capacity import PREFILL_TOKENS, max_sequences, rows_of_a_step
 from plan.grid import WHOLE, RankGrid
 from plan.parameters import (
-    adapter_size,
     base_bytes,
     checkpoint_bytes,
     engine_parameters,
@@ -143,8 +142,6 @@ def _kept_by_layer(
     if arch.qk_norm:
         kept += t * 4 * (heads + kv_heads) + t * (q + kv) * norm  # in fp32, or copied out of qkv
     kept += lora.rank * e * (t * on["linear_qkv"] + s * on["linear_proj"])
-    if e < 4:
-        kept += e * sum(adapter_size(lora, layout, m) for m in modules(arch, is_moe))  # the factors, cast
 
     def swiglu(width: int) -> float:
         return t * 5 * width * e + lora.rank * e * (t * on["linear_fc1"] + s * on["linear_fc2"])
@@ -184,9 +181,9 @@ class Memory:
         return self.phases[self.fullest] + self.parts["margin"]
 
 
-# The parts that stay in memory after loading
-RESIDENT = ("base", "lora", "optimizer", "older factors", "teacher", "engine weights", "engine factors")
-RESIDENT += ("key-value cache", "communication buffers", "runtime")
+# The parts that stay in memory after loading.
+RESIDENT = ("base", "lora", "working factors", "optimizer", "older factors", "teacher")
+RESIDENT += ("engine weights", "engine factors", "key-value cache", "communication buffers", "runtime")
 
 
 def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
@@ -266,6 +263,7 @@ def step_memory(
     parts = {
         "base": base - frozen,
         "lora": lora,
+        "working factors": lora * element // 4,  # in the dtype of the passes
         "optimizer": 2 * lora,  # AdamW's two moments
         "older factors": lora * cfg.rollout.staleness,
         "teacher": lora * teaches,

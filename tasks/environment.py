@@ -151,7 +151,7 @@ class Environment:
         """Return the tokens that can complete a text of rollout.stop: they contain it, or begin with an end of it."""
         if not self.stops:
             return frozenset()
-        texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
+        texts = [self.tokenizer.decode([token]) for token in range(len(self.tokenizer))]
         ends = tuple({stop[start:] for stop in self.stops for start in range(len(stop))})
         return frozenset(
             token

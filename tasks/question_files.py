@@ -5,6 +5,7 @@ an unusable row, InputError names the file, the row, the value found and the val
 silently. Rows count from 1, and in a jsonl file the number of a row is that of its line.
 """
 
+import functools
 import io
 import math
 import re
@@ -337,6 +338,7 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
     return [pair for pair in pairs if composed(pair[0]) != composed(pair[1])]
 
 
+@functools.cache  # each question is compared with several sets
 def normalised(question: str) -> str:
     """Return a text that is equal for questions that look almost alike or differ only in case.
 

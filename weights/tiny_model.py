@@ -319,7 +319,8 @@ def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> 
 def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """Return the tokens of (prompt, answer) rows, padded on the right, and 1 on the answers.  -> (b, T), (b, T)"""
     prompts, answers = (
-        tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*examples, strict=True)
+        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        for texts in zip(*examples, strict=True)
     )
     rows = [torch.tensor(p + a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
     masks = [torch.arange(len(row)) >= len(p) for row, p in zip(rows, prompts, strict=True)]

@@ -147,15 +147,14 @@ def pushed(parallel: Parallel, path: Path, sync: str, dtype: str) -> dict:
     for module in adapter_weights.adapted_modules(trained.arch, cfg.lora):
         held_factors = factors
         if sync == "adapter":
-            of_engine = engine.decoder.factors[int(module.layer.split(".")[2])][module.module.part]
-            held_factors = {f"{module.name}.A": of_engine.a, f"{module.name}.B": of_engine.b}
-            assert of_engine.scale == cfg.lora.alpha / module.rank
+            a_of_engine, b_of_engine = engine.decoder.factors[int(module.layer.split(".")[2])][module.module.part]
+            held_factors = {f"{module.name}.A": a_of_engine, f"{module.name}.B": b_of_engine}
         for (name, a, b), (_, held_a, held_b) in zip(module.pairs(factors), module.pairs(held_factors), strict=True):
             update = cfg.lora.alpha / len(a) * b.double() @ a.double()
             held = engine.decoder.slots[name].double()
             if sync == "adapter":
                 assert torch.equal(held, base[name])
-                held = base[name] + cfg.lora.alpha / len(a) * held_b.double() @ held_a.double()
+                held = base[name] + held_b.double() @ held_a.double()  # its B has the factor alpha / R
             change = held - base[name]
             both += (change * update).sum()
             own += update.square().sum()

@@ -21,11 +21,21 @@ from parallel_setup import Parallel
 LAYOUTS = world.TESTED
 
 
+def groups_of_megatron() -> list[tuple[int, ...]]:
+    """The ranks of each of Megatron's groups that this rank is in."""
+    from megatron.core import parallel_state
+
+    values = vars(parallel_state).values()
+    known = {group for group in values if isinstance(group, dist.ProcessGroup)}
+    return [tuple(dist.get_process_group_ranks(group)) for group in known]
+
+
 def measure(parallel: Parallel) -> dict:
     """The place of this rank, and every reduction of numbers that identify their ranks."""
     values = torch.tensor([2 ** (2 * parallel.data_rank), 10])
     summed = parallel.sum_over_data(values)
     return {
+        "groups": groups_of_megatron(),
         "data_rank": parallel.data_rank,
         "summed": summed.tolist(),
         "values after": values.tolist(),
@@ -65,6 +75,12 @@ def test_rows_and_objects_are_gathered_in_rank_order_and_the_largest_number_is_f
         assert rank["objects"] == [{"reward": 0.1 + rank, "count": 7} for rank in range(size)]
         assert rank["max"] == 0.0
         assert size == 1 or math.isnan(rank["max with nan"])
+
+
+def test_a_cpu_has_one_group_for_each_set_of_ranks(layout, everywhere):
+    """Each group has threads that poll. Megatron asks for several groups of some sets."""
+    for rank in everywhere[layout]:
+        assert len(rank["groups"]) == len(set(rank["groups"]))
 
 
 # --------------------------------------------------------------------------------------- equal collectives on all ranks

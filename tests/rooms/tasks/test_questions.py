@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -68,6 +69,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tokenizer(model_dir: Path) -> Any:
     return data_gsm8k.load_tokenizer(model_dir)
+
+
+@pytest.fixture
+def theirs(model_dir: Path) -> PreTrainedTokenizerFast:
+    """The same tokenizer as transformers reads it, which can get more tokens."""
+    return PreTrainedTokenizerFast.from_pretrained(model_dir)
 
 
 def write_parquet(path: Path, rows: list[Any]) -> Path:
@@ -157,6 +164,15 @@ def test_questions_that_differ_otherwise_are_two_and_a_warning_names_the_first_p
     assert data_gsm8k.few_shot(data(few_shot_path=str(path)), [Question.worked("Who?", "#### 1")]) == asked
     assert question_files.alike(asked, asked) == question_files.alike(asked[:2], asked[2:]) == [(first, other)]
     assert question_files.alike(asked[:2], asked[:2]) == []
+
+
+def test_a_question_is_normalised_once_for_all_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start compares the questions of each split with themselves and with those of the other splits."""
+    asked = [Question.worked(f"How many pens has Ada after week {n}?", "#### 1") for n in range(4)]
+    counted = Mock(wraps=question_files.words)
+    monkeypatch.setattr(question_files, "words", counted)
+    assert question_files.alike(asked, asked) == question_files.alike(asked[:2], asked) == []
+    assert counted.call_count == len(asked)
 
 
 @pytest.mark.parametrize("form", ["columns", "verl"])
@@ -610,7 +626,7 @@ def test_built_tokenizer_is_the_same_byte_for_byte_and_reads_digits_one_by_one(
     again = make_model_dir(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (again / name).read_bytes() == (model_dir / name).read_bytes()
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer("has 1234 pens", add_special_tokens=False)["input_ids"])
+    tokens = [tokenizer.decode([one]) for one in tokenizer("has 1234 pens", add_special_tokens=False)["input_ids"]]
     assert [token for token in tokens if any(c.isdigit() for c in token)] == ["1", "2", "3", "4"]
     for text in ("37 - 25 = 12\n#### 12", "Äpfel − £ 🍎 \u2028\n\n  x", ROWS[1]["question"]):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
@@ -810,9 +826,9 @@ SPECIAL = [
     "part", ["question", "system turn", "earlier answer", "gold", "system", "instruction", "example"]
 )
 def test_a_users_text_that_would_become_a_special_token_is_refused_with_the_row_and_the_token(
-    part: str, token: str, tokenizer: Any, tmp_path: Path
+    part: str, token: str, theirs: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with_tokens(tokenizer, token)
+    tokenizer = with_tokens(theirs, token)
     text = f"5 {token}\n and 6"
     good = {"messages": [{"role": "user", "content": "1?"}], "a": "2"}
     talk = [{"role": role, "content": "2?"} for role in ("system", "user", "assistant", "user")]
@@ -838,9 +854,9 @@ def test_a_users_text_that_would_become_a_special_token_is_refused_with_the_row_
     assert len(data_gsm8k.load(good_section, "train", tokenizer, seed=0)) == 1
 
 
-def test_a_special_token_is_found_as_the_tokenizer_finds_it(tokenizer: Any) -> None:
+def test_a_special_token_is_found_as_the_tokenizer_finds_it(theirs: PreTrainedTokenizerFast) -> None:
     """By its own text alone, within a word, and in a normalised form where the tokenizer normalises."""
-    with_tokens(tokenizer, "<stop>", plain="<think>")
+    tokenizer = with_tokens(theirs, "<stop>", plain="<think>")
     with_tokens(tokenizer, "WORD", single_word=True)
     special = data_gsm8k.special_tokens(tokenizer)
     for text, token in {
