@@ -8,7 +8,7 @@
 # There is a case of every property. --ci adds what each push runs: more layouts, torchrun, stand-ins for an NPU, real
 # packages. --all adds what is for a night: 16 ranks, all pairs of options, all planted faults for all checks.
 # Two processes share the test files. The files that import vLLM run in the same process. With -n 0, one process runs all;
-# pytest's options --pdb and -s need that.
+# pytest's options --pdb and -s need that. The slowest ten tests are printed at the end.
 
 set -euo pipefail
 
@@ -65,4 +65,4 @@ if [[ " $* " = *" --all "* ]]; then
     esac
 fi
 
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations=10 "$@"
