@@ -8,7 +8,7 @@
 # Without an option, one case of every property runs. --ci adds the tests of each push: more layouts, torchrun, fakes of an NPU,
 # and real packages. --all adds the tests for a night: 16 ranks, all pairs of options, and all planted faults for all checks.
 # Two processes share the test files; all files that import vLLM run in the same process. With -n 0, one process runs
-# everything; pytest's options --pdb and -s need this.
+# everything; pytest's options --pdb and -s need this. The slowest ten tests are printed at the end.
 
 set -euo pipefail
 
@@ -65,4 +65,4 @@ if [[ " $* " = *" --all "* ]]; then
     esac
 fi
 
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations=10 "$@"

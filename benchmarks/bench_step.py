@@ -174,7 +174,7 @@ def main() -> None:
         for name in args.cases:
             found.append(compare(name, Path(work), python, args.steps))
             machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()}
-            path.write_text(json.dumps({**git_state()[0], "machine": machine, "cases": found}, indent=1) + "\n")
+            path.write_text(json.dumps(git_state()[0] | {"machine": machine, "cases": found}, indent=1) + "\n")
     print("medians of CPU seconds of a step")
     table = pd.json_normalize(found)[[*TABLE]].rename(columns=TABLE)
     print(table.to_string(index=False, float_format="{:.4g}".format))

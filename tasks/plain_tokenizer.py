@@ -35,8 +35,9 @@ class PlainTokenizer:
         self.name_or_path, self.inner, self.special, self.chat_template = name_or_path, inner, special, chat_template
         self.added_tokens_decoder = inner.get_added_tokens_decoder()
         self.eos_token = special.get("eos_token")
-        ids = {name: inner.token_to_id(token) for name, token in special.items()}
-        self.eos_token_id, self.pad_token_id = ids.get("eos_token"), ids.get("pad_token")
+        self.eos_token_id, self.pad_token_id = (
+            inner.token_to_id(special[name]) if name in special else None for name in ("eos_token", "pad_token")
+        )
 
     def __len__(self) -> int:
         return self.inner.get_vocab_size()

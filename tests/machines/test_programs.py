@@ -303,6 +303,25 @@ def test_benchmarked_trainer_samples_every_token_and_computes_the_loss_of_its_se
     peer.close()
 
 
+def test_the_figures_of_a_case_are_written_when_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So a time limit costs no finished case."""
+
+    def compare(name: str, *unused: object) -> dict:
+        if name == "all_r32_128":
+            raise KeyboardInterrupt
+        return {"name": name}
+
+    monkeypatch.setattr(bench_step, "compare", compare)
+    monkeypatch.setattr(bench_step, "trl_python", lambda: Path("python"))
+    monkeypatch.setattr(cases, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--cases", "attention_r8_64", "all_r32_64", "all_r32_128"])
+    with pytest.raises(KeyboardInterrupt):
+        bench_step.main()
+    written = json.loads((tmp_path / "out" / "bench_step.json").read_text())
+    assert [case["name"] for case in written["cases"]] == ["attention_r8_64", "all_r32_64"]
+    assert written["machine"]["cores"] > 0
+
+
 # ---------------------------------------------------------------------------------------------------------------- serve
 # `vllm serve` of a merged export answers as the trained policy does: the commands of docs/usage.md, on a CPU.
 #
