@@ -85,7 +85,7 @@ def test_the_models_of_the_same_family_fit_with_the_overrides_of_docs_planning_m
         experts, attention = 94 * 128 * 3 * 4096 * 1536 // 64, 94 * 2 * 4096 * (64 + 4) * 128 // 4
         vocabulary, routers, norms = 2 * 151936 * 4096 // 4, 94 * 128 * 4096, 94 * (2 * 4096 + 2 * 128) + 4096
         assert found["per_rank"]["base_bytes"] == 2 * (experts + attention + vocabulary + routers + norms)
-        assert found["per_rank"]["peak_bytes"] / 2**30 == pytest.approx(42.8, abs=0.05)
+        assert found["per_rank"]["peak_bytes"] / 2**30 == pytest.approx(43.0, abs=0.05)
     for override in overrides[2:]:
         assert override in (ROOT / "docs" / "planning.md").read_text()
 
