@@ -116,7 +116,7 @@ def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
     if repeated := question_files.asked_in(asked, examples):
         raise InputError(
-            f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
+            f"data.few_shot_path: {data.few_shot_path} contains {repeated[0][:60]!r}, which is asked as well; choose "
             "examples that are in neither the training nor the held-out questions"
         )
     return examples
@@ -179,7 +179,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     for name in files & set(TOKENIZER_FILES):
         read_bytes(folder / name)  # names a file that cannot be read, which the library does not
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
-        raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
+        raise InputError(f"{folder}: no tokenizer found; add tokenizer.json, or vocab.json and merges.txt")
     settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     try:
         if settings.get("tokenizer_class") == "PreTrainedTokenizerFast":
@@ -193,7 +193,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     for name in files & {"tokenizer_config.json", "chat_template.json"}:  # the second one is of old processors
         template = read_object(folder / name).get("chat_template")
         if isinstance(template, str) and template.strip() != str(tokenizer.chat_template).strip():
-            raise InputError(f"{folder / name}: its chat template is not the one that is read; needed: one in all")
+            raise InputError(f"{folder / name}: its chat template is not the one that is read; keep one of the two")
     return tokenizer
 
 
@@ -206,10 +206,10 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     eos = read_object(path).get("eos_token_id") if path.exists() else None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
+        raise InputError(f"{path}: eos_token_id is {shown(eos)}; make it a token id or a list of token ids")
     stops = {*ids, tokenizer.eos_token_id} - {None}
     if not stops:
-        raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token")
+        raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token; add one")
     return stops
 
 
@@ -233,7 +233,7 @@ def prompt_ids(
         if question_files.words(content) not in words:
             raise InputError(
                 f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
-                f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"
+                f"{content[:60]!r} becomes {text[:120]!r}; use a chat template that shows all turns"
             )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -242,7 +242,7 @@ def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Quest
     """Return the turns of a prompt, with data.instruction after each question."""
     turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
     if len(turns) > 1:
-        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; needed: one of the two")
+        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; remove one of the two")
     for talk, answer in (*((row.turns, row.answer) for row in examples), (asked, "")):
         talk = [turn for turn in talk if turn[0] != "system"]
         turns += [*talk[:-1], ("user", f"{talk[-1][1]} {data.instruction}" if data.instruction else talk[-1][1])]
@@ -278,7 +278,7 @@ def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokeni
         texts.append((f"{row.where}: answer", row.answer))
     for where, text in texts:
         if token := control_token(text, tokenizer, special):
-            raise InputError(f"{where}: found {token!r}, a special token of the tokenizer; needed: a text without it")
+            raise InputError(f"{where}: contains {token!r}, a special token of the tokenizer; remove it")
 
 
 def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -303,7 +303,7 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
     if not opened or end.rstrip().endswith(tokenizer.eos_token or asked):
         raise InputError(
             f"{tokenizer.name_or_path}: with its chat template a prompt ends with {end[-60:]!r} after the question, "
-            f"which does not begin the assistant's turn; needed: a template that does, with add_generation_prompt"
+            f"which does not begin the assistant's turn; use a template that does, with add_generation_prompt"
         )
 
 
@@ -313,20 +313,20 @@ def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: 
     for name, value in data.chat_template_kwargs.items():
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise InputError(
-                f"data.chat_template_kwargs.{name}: the model's chat template does not read it; needed: "
-                "leave it out (enable_thinking, for example, is read by the models that can think)"
+                f"data.chat_template_kwargs.{name}: the model's chat template does not read it; remove it "
+                "(enable_thinking, for example, is read by the models that can think)"
             )
         if not isinstance(value, bool) and _is_switch(name, template):
-            raise InputError(f"data.chat_template_kwargs.{name}: expected true or false, found {shown(value)}")
+            raise InputError(f"data.chat_template_kwargs.{name}: must be true or false, not {shown(value)}")
     if re.search(r"\|\s*random\b", template):
-        raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; needed: one that does not")
+        raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; use one that does not")
     messages = [{"role": role, "content": content} for role, content in turns]
     variables = {"strftime_now": _refuse_clock} | data.chat_template_kwargs
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **variables)
     except Exception as error:  # a template is a program of the model's author, which may raise any exception
         raise InputError(
-            f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
+            f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); use one that accepts the turns "
             + ", ".join(role for role, _ in turns)
         ) from error
 
@@ -366,14 +366,14 @@ def turn_tokens(
     if not ends:
         raise InputError(
             f"rollout.environment_role: {tokenizer.name_or_path}: its chat template does not show an assistant turn, "
-            f"an end token and then a {role} turn as it is: {text[-160:]!r}; needed: a role that it shows"
+            f"an end token and then a {role} turn as it is: {text[-160:]!r}; choose a role that it shows"
         )
     return Template(parts[0][ends[0]], parts[0][ends[0] + 1 :], parts[1])
 
 
 def _refuse_clock(form: str) -> str:
     """What a chat template calls for the date. Its prompts would differ between ranks, and after a resume."""
-    raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; the date has to be a text of its own")
+    raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; use a template with a fixed date")
 
 
 def _is_switch(name: str, template: str) -> bool:
@@ -390,8 +390,8 @@ def _plain_text(turns: Sequence[Turn], data: DataConfig) -> str:
     """The turns in PROMPT, with an empty line after the system text and each worked answer."""
     if data.chat_template_kwargs:
         raise InputError(
-            f"data.chat_template_kwargs: found {', '.join(data.chat_template_kwargs)}; needed: none, this tokenizer "
-            "has no chat template"
+            f"data.chat_template_kwargs: {', '.join(data.chat_template_kwargs)} has no effect, because this tokenizer "
+            "has no chat template; remove it"
         )
     forms = {"system": "{question}\n\n", "user": PROMPT, "assistant": " {question}\n\n"}
     # Not str.format, which would interpret other braces of the template.

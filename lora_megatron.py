@@ -227,7 +227,7 @@ def attach(
     modules = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in cfg.targets}
     missing = set(cfg.targets) - {name.rpartition(".")[2] for name in modules}
     if missing:
-        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model")
+        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model; remove it")
     model.requires_grad_(False)
     for name, module in modules.items():
         parent, _, target = name.rpartition(".")

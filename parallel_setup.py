@@ -60,7 +60,7 @@ def check_launch() -> int:
     absent = [name for name in TORCHRUN if name not in os.environ]
     if absent and {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         raise InputError(
-            f"the environment's {', '.join(absent)}: not set, but others that torchrun sets are; needed: all of "
+            f"the environment's {', '.join(absent)}: not set, but others that torchrun sets are; set all of "
             f"{', '.join(TORCHRUN)}, or none"
         )
     if "RANK" in os.environ and (address := os.environ.get("MASTER_ADDR")):
@@ -145,7 +145,7 @@ def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
     for name, by_rank in zip(own, zip(*digests, strict=True), strict=True):
         if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
             raise InputError(
-                f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files and "
+                f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; use the same files and "
                 "packages on every node"
             )
     return own

@@ -67,7 +67,7 @@ class TorchSampler(Engine):
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         if self.adapter is None:
-            raise InputError("load_adapter: this engine was made without an adapter; needed: rollout.sync adapter")
+            raise InputError("load_adapter: this engine has no adapter; set rollout.sync to adapter")
         self.decoder.load_adapter(factors, self.adapter)
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ def set_environment(name: str, deterministic: bool) -> None:
             found = os.environ.setdefault(variable.name, variable.value)
             if not variable.allows(found):
                 raise InputError(
-                    f"train.deterministic: true, but {variable.name} is {found} in the environment; needed: "
-                    f"{' or '.join((variable.value, *variable.accepted))}, or unset"
+                    f"train.deterministic: true, but {variable.name} is {found} in the environment; set it to "
+                    f"{' or '.join((variable.value, *variable.accepted))}, or unset it"
                 )
 
 
@@ -70,17 +70,17 @@ def resolve(name: str) -> torch.device:
 
 def _open_npu(name: str) -> None:
     if importlib.util.find_spec("torch_npu") is None:
-        raise InputError(f"device: {name}: torch_npu is not installed; needed: requirements/npu.txt")
+        raise InputError(f"device: {name}: torch_npu is not installed; install requirements/npu.txt")
     try:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"device: {name}: torch_npu does not load ({error}); needed: CANN's variables, `source set_env.sh` of its "
+            f"device: {name}: torch_npu does not load ({error}); set CANN's variables with `source set_env.sh` of its "
             "toolkit and of nnal/atb"
         ) from None
     if not torch.npu.is_available():
         raise InputError(
-            f"device: {name}: torch_npu sees no NPU; needed: one that npu-smi lists; {VISIBLE['npu']} is "
+            f"device: {name}: torch_npu sees no NPU; make one visible that npu-smi lists; {VISIBLE['npu']} is "
             f"{_visible('npu')}"
         )
 
@@ -146,8 +146,8 @@ def select(device: torch.device) -> None:
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), module.device_count()
     if local_rank >= count:
         raise InputError(
-            f"LOCAL_RANK: {local_rank} needs {local_rank + 1} {device.type} devices on this host, found {count} "
-            f"({VISIBLE[device.type]} is {_visible(device.type)}); needed: --nproc_per_node of at most {count}"
+            f"LOCAL_RANK: {local_rank} needs {local_rank + 1} {device.type} devices on this host, which has {count} "
+            f"({VISIBLE[device.type]} is {_visible(device.type)}); use --nproc_per_node of at most {count}"
         )
     module.set_device(local_rank)
     if device.type == "cuda":
