@@ -184,7 +184,7 @@ class Memory:
         return self.phases[self.fullest] + self.parts["margin"]
 
 
-# The parts that stay in memory after loading
+# The parts that stay in memory after loading.
 RESIDENT = ("base", "lora", "optimizer", "older factors", "teacher", "engine weights", "engine factors")
 RESIDENT += ("key-value cache", "communication buffers", "runtime")
 
