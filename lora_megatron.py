@@ -147,7 +147,7 @@ class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
 
     The update takes two thin grouped products, so neither pass ever forms an (E, in, out) tensor. If there is a
-    ``buffer`` (E, in, out), the merged weight lies in the memory that the engine samples with, and is computed once per
+    ``buffer`` (E, in, out), the merged weight is in the memory with which the engine samples, and is computed once per
     update.
     """
 

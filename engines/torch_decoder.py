@@ -207,7 +207,7 @@ class Decoder:
         tokens, which has the first prompt, and of each other prompt the tokens after the common ones. Attention works
         on whole prompts and rounds as without the line. So do products of four rows or more. An expert with fewer rows,
         and the one output of a shared expert's gate, add in another order. bf16 promises a gap of exactly 0 to the
-        trainer, and a product of one row can break it (docs/policy.md), so in bf16 the line has all tokens of all
+        trainer, and a product of one row can break it (docs/policy.md). So in bf16 the line has all tokens of all
         prompts. ``after_layer`` is called with the (M, h) after each layer.
         """
         device, longest, in_bf16 = self.device, max(map(len, prompts)), self.cache is RowCache

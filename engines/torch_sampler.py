@@ -2,8 +2,8 @@
 
 A call runs in waves of limited size. A wave computes every prompt once for its whole group, and rows that have finished
 are removed. Each prompt draws from its own seed, so its completions do not depend on its wave.
-P is the number of prompts, R of rows (one for each sampled completion), N of new tokens, K of experts per token, L of
-MoE layers, and V the size of the vocabulary.
+P is the number of prompts, R of rows (one for each sampled completion), and N of new tokens. K is the number of experts
+per token, L of MoE layers, and V the size of the vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -57,8 +57,8 @@ def resolve(name: str) -> torch.device:
     """Return the device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
 
     The first answer is cached, because torch.cuda means the NPU after MindSpeed is imported. Raises InputError if the
-    device cannot be used. With auto it is also raised if torch_npu is installed but does not work, because the user of
-    such a machine does not want to train on the CPU.
+    device cannot be used. With auto it is also raised if torch_npu is installed but does not work: its user does not
+    want to train on the CPU.
     """
     if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
         _open_npu(name)
