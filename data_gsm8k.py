@@ -1,7 +1,7 @@
 """Chooses the questions of a step and writes their prompts, from files or from generated arithmetic in GSM8K's form.
 
-tasks/question_files.py reads the files, tasks/arithmetic.py generates. Which questions a step asks depends on (seed,
-step) alone.
+tasks/question_files.py reads the files, and tasks/arithmetic.py generates questions. Which questions a step asks
+depends only on (seed, step).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
-PROMPT = "Question: {question}\nAnswer:"  # of a tokenizer without a chat template
+PROMPT = "Question: {question}\nAnswer:"  # for a tokenizer without a chat template
 
-# How templates name the turn of the model, where their own form of an earlier turn does not show it.
+# The names of the model's turn in templates whose form of an earlier turn does not show it
 ASSISTANT = re.compile(r"assistant|answer|response|model|\b(ai|gpt)\b|bot(\b|_)|/inst\b", re.IGNORECASE)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
@@ -39,7 +39,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_conf
 # ------------------------------------------------------------------------------------------------------------ questions
 @dataclass(frozen=True, eq=False)
 class Questions(Sequence[Question]):
-    """The questions of one split, in the order of the file; `pick` says which of them a step asks."""
+    """The questions of one split, in the order of the file. `pick` chooses those of a step."""
 
     questions: list[Question]
     seed: int
@@ -52,14 +52,14 @@ class Questions(Sequence[Question]):
         return self.questions[index]
 
     def as_read(self) -> str:
-        """The prompts and gold answers as a text, by which ranks compare what they have read."""
+        """Return the prompts and gold answers as a text, with which ranks compare what they have read."""
         return repr([(one.prompt, one.gold) for one in self.questions])
 
     def pick(self, step: int, count: int) -> list[Question]:
-        """The `count` questions of `step` (from 0), which depend on (seed, step, count) alone.
+        """Return the `count` questions of `step` (from 0), which depend only on (seed, step, count).
 
         The permutations of all epochs form one sequence, and step s takes the positions s * count to (s + 1) * count.
-        So every epoch asks every question once, also if the number of questions is not a multiple of `count`.
+        So every epoch asks every question once, even if the number of questions is not a multiple of `count`.
         """
         epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
         seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
@@ -68,9 +68,9 @@ class Questions(Sequence[Question]):
         return [self.questions[index] for index in order[first : first + count]]
 
     def pick_more(self, step: int, round_: int, count: int, asked: Sequence[Question]) -> list[Question]:
-        """`count` questions for a further round of `step`, none of which is `asked`; fewer if no more are left.
+        """Return `count` questions for another round of `step`, none of which is in `asked`; fewer if no more are left.
 
-        They depend on (seed, step, round) and `asked` alone. They do not count in the epochs of `pick`.
+        They depend only on (seed, step, round) and `asked`. They do not count in the epochs of `pick`.
         """
         seed, known = derive_seed(self.seed, "dynamic", step, round_), {question.question for question in asked}
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self))
@@ -79,7 +79,7 @@ class Questions(Sequence[Question]):
 
 
 def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
-    """The rows of `split` ("train" | "test"), their source and their form. InputError for a row that cannot be used."""
+    """Return the rows of `split` ("train" | "test"), their source and form. Raises InputError for an unusable row."""
     if data.source == "arithmetic":
         num = {"train": data.num_train or GENERATED, "test": data.num_test}[split]
         most = data.operations_high
@@ -93,14 +93,14 @@ def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
 
 
 def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question], str]:
-    """The rows of files as data.source says, or ``count`` of them, and their form."""
+    """Return the rows of files as data.source says, or ``count`` of them, and their form."""
     return question_files.read(paths, data.columns if data.source == "file" else None, count)
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
     """Return the sections data whose splits "test" are held out: ``data`` under "", and one for each of eval.sets.
 
-    Beside generated questions the sets are GSM8K's.
+    If questions are generated, the sets are GSM8K's.
     """
     source = "gsm8k" if data.source == "arithmetic" else data.source
     return {"": data} | {
@@ -109,14 +109,14 @@ def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig
 
 
 def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
-    """The examples in data.few_shot_path, [] without a path.
+    """Return the examples in data.few_shot_path, or [] without a path.
 
-    InputError if a question of ``asked`` is among them: it would be asked after its own answer.
+    Raises InputError if a question of ``asked`` is among them, because it would be asked after its own answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
     if repeated := question_files.asked_in(asked, examples):
         raise InputError(
-            f"data.few_shot_path: {data.few_shot_path} holds {repeated[0][:60]!r}, which is asked as well; needed: "
+            f"data.few_shot_path: {data.few_shot_path} contains {repeated[0][:60]!r}, which is asked as well; choose "
             "examples that are in neither the training nor the held-out questions"
         )
     return examples
@@ -129,7 +129,7 @@ def load(
     seed: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Questions:
-    """The questions of `split` with their prompts; `seed` decides the order of asking. InputError as from read.
+    """Return the questions of `split` with their prompts. `seed` decides the order. Raises InputError as read does.
 
     `beat` is called after each prompt.
     """
@@ -156,9 +156,9 @@ def load(
 
 
 def _short_enough(questions: list[Question], data: DataConfig, source: str) -> list[Question]:
-    """Return the questions whose prompts fit; InputError if one does not, unless they are dropped, or if none does.
+    """Return the questions whose prompts fit. Raises InputError if none does, or if one does not and is not dropped.
 
-    ``source``: where they come from, for the message.
+    ``source`` says where they come from, for the message.
     """
     limit, lengths = data.max_prompt_tokens, [len(question.prompt) for question in questions]
     kept = [question for question in questions if len(question.prompt) <= limit]
@@ -173,13 +173,13 @@ def _short_enough(questions: list[Question], data: DataConfig, source: str) -> l
 
 # ------------------------------------------------------------------------------------------------ tokenizer and prompts
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder; only local files are read, and no code from the folder is run."""
+    """Return the tokenizer in a model's folder. Only local files are read, and no code from the folder is run."""
     folder = Path(model_dir)
     files = {path.name for path in folder.glob("*")}
     for name in files & set(TOKENIZER_FILES):
         read_bytes(folder / name)  # names a file that cannot be read, which the library does not
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
-        raise InputError(f"{folder}: no tokenizer found; needed: tokenizer.json, or vocab.json and merges.txt")
+        raise InputError(f"{folder}: no tokenizer found; add tokenizer.json, or vocab.json and merges.txt")
     settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     try:
         tokenizer = plain_tokenizer.read(folder, files, settings)
@@ -189,15 +189,15 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged tokenizer.json
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
-    for name in files & {"tokenizer_config.json", "chat_template.json"}:  # the second one is of old processors
+    for name in files & {"tokenizer_config.json", "chat_template.json"}:  # the second one belongs to old processors
         template = read_object(folder / name).get("chat_template")
         if isinstance(template, str) and template.strip() != str(tokenizer.chat_template).strip():
-            raise InputError(f"{folder / name}: its chat template is not the one that is read; needed: one in all")
+            raise InputError(f"{folder / name}: its chat template is not the one that is read; keep one of the two")
     return tokenizer
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end a completion: the tokenizer's EOS token and every eos_token_id of generation_config.json.
+    """Return the ids that end a completion: the tokenizer's EOS token and every eos_token_id of generation_config.json.
 
     Both are needed, because they differ in real models: Qwen's chat models stop at <|im_end|> and at <|endoftext|>.
     """
@@ -205,25 +205,25 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     eos = read_object(path).get("eos_token_id") if path.exists() else None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise InputError(f"{path}: eos_token_id: found {shown(eos)}; needed: a token id or a list of token ids")
+        raise InputError(f"{path}: eos_token_id is {shown(eos)}; make it a token id or a list of token ids")
     stops = {*ids, tokenizer.eos_token_id} - {None}
     if not stops:
-        raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token")
+        raise InputError(f"{model_dir}: neither the tokenizer nor generation_config.json names an EOS token; add one")
     return stops
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_tokens: set[int]) -> int:
-    """The token that fills rows up: the tokenizer's, or one of the stop tokens."""
+    """Return the token that fills up rows: the tokenizer's, or one of the stop tokens."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
 
 
 def prompt_ids(
     asked: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, examples: Sequence[Question] = ()
 ) -> list[int]:
-    """Token ids of the prompt: the system turn, then the worked `examples`, then the other turns of the question.
+    """Return the token ids of a prompt: the system turn, the worked `examples`, then the question's other turns.
 
-    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. It is
-    tokenized without further special tokens, so the model gets what the template shows and no additional BOS.
+    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. It is tokenized
+    without more special tokens, so the model gets what the template shows and no additional BOS.
     """
     turns = _all_turns(asked, data, examples)
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
@@ -232,7 +232,7 @@ def prompt_ids(
         if question_files.words(content) not in words:
             raise InputError(
                 f"{tokenizer.name_or_path}: its template leaves out the text of a {role} turn, or a part of it: "
-                f"{content[:60]!r} becomes {text[:120]!r}; needed: a chat template that shows all turns"
+                f"{content[:60]!r} becomes {text[:120]!r}; use a chat template that shows all turns"
             )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -241,7 +241,7 @@ def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Quest
     """Return the turns of a prompt, with data.instruction after each question."""
     turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
     if len(turns) > 1:
-        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; needed: one of the two")
+        raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; remove one of the two")
     for talk, answer in (*((row.turns, row.answer) for row in examples), (asked, "")):
         talk = [turn for turn in talk if turn[0] != "system"]
         turns += [*talk[:-1], ("user", f"{talk[-1][1]} {data.instruction}" if data.instruction else talk[-1][1])]
@@ -251,9 +251,9 @@ def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Quest
 
 
 def control_token(text: str, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, AddedToken]) -> str:
-    """Return the first special token in ``text`` that would not be read as plain text; "" if there is none.
+    """Return the first special token in ``text`` that would not be read as plain text, or "" if there is none.
 
-    ``special``: special_tokens(tokenizer). Added tokens that are not special, such as <think>, may be in a text.
+    ``special`` is special_tokens(tokenizer). A text may contain added tokens that are not special, such as <think>.
     """
     if not any(token.normalized or token.content in text for token in special.values()):
         return ""
@@ -277,14 +277,15 @@ def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokeni
         texts.append((f"{row.where}: answer", row.answer))
     for where, text in texts:
         if token := control_token(text, tokenizer, special):
-            raise InputError(f"{where}: found {token!r}, a special token of the tokenizer; needed: a text without it")
+            raise InputError(f"{where}: contains {token!r}, a special token of the tokenizer; remove it")
 
 
 def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Raise InputError unless the prompt of ``turns``, whose last text is unique, ends in the assistant's turn.
 
-    How the template writes an earlier turn of the assistant shows how such a turn begins: so begins the prompt's end,
-    or it names the assistant where add_generation_prompt opens the turn, or where a template shows one question alone.
+    The template's form of an earlier assistant turn shows how such a turn begins, and the prompt must end with this
+    beginning. It may also name the assistant, where add_generation_prompt opens the turn, or where a template shows
+    only one question.
     """
     if not tokenizer.chat_template:
         return
@@ -292,7 +293,7 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
     prompt, plain = (_chat_text(turns, tokenizer, data, opens=opens) for opens in (True, False))
     end, opening = prompt.rpartition(asked)[2], prompt[len(plain) :]
     talk = ""
-    with contextlib.suppress(InputError):  # a template of one question alone
+    with contextlib.suppress(InputError):  # the template may show only one question
         talk = _chat_text([*turns, ("assistant", answer), ("user", "And now?")], tokenizer, data, opens=False)
     begin, is_shown, _ = talk.rpartition(asked)[2].partition(answer)
     if not is_shown:
@@ -302,7 +303,7 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
     if not opened or end.rstrip().endswith(tokenizer.eos_token or asked):
         raise InputError(
             f"{tokenizer.name_or_path}: with its chat template a prompt ends with {end[-60:]!r} after the question, "
-            f"which does not begin the assistant's turn; needed: a template that does, with add_generation_prompt"
+            f"which does not begin the assistant's turn; use a template that does, with add_generation_prompt"
         )
 
 
@@ -312,20 +313,20 @@ def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: 
     for name, value in data.chat_template_kwargs.items():
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise InputError(
-                f"data.chat_template_kwargs.{name}: the model's chat template does not read it; needed: "
-                "leave it out (enable_thinking, for example, is read by the models that can think)"
+                f"data.chat_template_kwargs.{name}: the model's chat template does not read it; remove it "
+                "(enable_thinking, for example, is read by the models that can think)"
             )
         if not isinstance(value, bool) and _is_switch(name, template):
-            raise InputError(f"data.chat_template_kwargs.{name}: expected true or false, found {shown(value)}")
+            raise InputError(f"data.chat_template_kwargs.{name}: must be true or false, not {shown(value)}")
     if re.search(r"\|\s*random\b", template):
-        raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; needed: one that does not")
+        raise InputError(f"{tokenizer.name_or_path}: the chat template draws at random; use one that does not")
     messages = [{"role": role, "content": content} for role, content in turns]
     variables = {"strftime_now": _refuse_clock} | data.chat_template_kwargs
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **variables)
-    except Exception as error:  # a template is a program of the model's author, which may raise any exception
+    except Exception as error:  # a template is a program of the model's author, and may raise any exception
         raise InputError(
-            f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); needed: one that takes the turns "
+            f"{tokenizer.name_or_path}: the chat template fails ({one_line(error)}); use one that accepts the turns "
             + ", ".join(role for role, _ in turns)
         ) from error
 
@@ -351,10 +352,10 @@ ASKED, ANSWERED = "a turn of the policy", 'the "answer"\nto it'  # a template th
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, role: str, stop_tokens: Collection[int]
 ) -> Template:
-    """Cut out of the chat template how it goes on after a turn of the assistant: a turn of ``role``, the next answer.
+    """Cut out of the chat template how it continues after an assistant turn: a turn of ``role``, the next answer.
 
-    The conversation that it shows has dummies as texts, and the template's own text between them. Raises InputError
-    unless it shows the dummies as they are.
+    The conversation has dummies as texts, and the template's text between them. Raises InputError unless the template
+    shows the dummies unchanged.
     """
     if not tokenizer.chat_template:
         return Template()
@@ -365,18 +366,18 @@ def turn_tokens(
     if not ends:
         raise InputError(
             f"rollout.environment_role: {tokenizer.name_or_path}: its chat template does not show an assistant turn, "
-            f"an end token and then a {role} turn as it is: {text[-160:]!r}; needed: a role that it shows"
+            f"an end token and then a {role} turn as it is: {text[-160:]!r}; choose a role that it shows"
         )
     return Template(parts[0][ends[0]], parts[0][ends[0] + 1 :], parts[1])
 
 
 def _refuse_clock(form: str) -> str:
-    """What a chat template calls for the date. Its prompts would differ between ranks, and after a resume."""
-    raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; the date has to be a text of its own")
+    """Refuse the date in a chat template. Such prompts would differ between ranks, and after a resume."""
+    raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; use a template with a fixed date")
 
 
 def _is_switch(name: str, template: str) -> bool:
-    """Whether ``template`` only asks if its variable ``name`` is true (or defined), or sets it.
+    """Return whether ``template`` only tests if its variable ``name`` is true (or defined), or sets it.
 
     Such a template takes every text for true, and compares 0 and null with false in vain.
     """
@@ -386,11 +387,11 @@ def _is_switch(name: str, template: str) -> bool:
 
 
 def _plain_text(turns: Sequence[Turn], data: DataConfig) -> str:
-    """The turns in PROMPT, with an empty line after the system text and each worked answer."""
+    """Return the turns in PROMPT, with an empty line after the system text and each worked answer."""
     if data.chat_template_kwargs:
         raise InputError(
-            f"data.chat_template_kwargs: found {', '.join(data.chat_template_kwargs)}; needed: none, this tokenizer "
-            "has no chat template"
+            f"data.chat_template_kwargs: {', '.join(data.chat_template_kwargs)} has no effect, because this tokenizer "
+            "has no chat template; remove it"
         )
     forms = {"system": "{question}\n\n", "user": PROMPT, "assistant": " {question}\n\n"}
     # Not str.format, which would interpret other braces of the template.

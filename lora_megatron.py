@@ -177,7 +177,7 @@ class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
 
     The update takes two thin grouped products, so neither pass ever forms an (E, in, out) tensor. If there is a
-    ``buffer`` (E, in, out), the merged weight lies in the memory that the engine samples with, and is computed once per
+    ``buffer`` (E, in, out), the merged weight is in the memory with which the engine samples, and is computed once per
     update.
     """
 
@@ -259,7 +259,7 @@ def attach(
     modules = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in cfg.targets}
     missing = set(cfg.targets) - {name.rpartition(".")[2] for name in modules}
     if missing:
-        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model")
+        raise InputError(f"lora.targets: {', '.join(sorted(missing))} matches no module of this model; remove it")
     model.requires_grad_(False)
     for name, module in modules.items():
         parent, _, target = name.rpartition(".")

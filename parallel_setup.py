@@ -3,12 +3,12 @@
 The rank grid is tensor (TP) x data (DP) for everything but the experts, and expert (EP) x expert_data for the experts:
 TP x DP = EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.
 
-The group of all ranks uses gloo on every device. What it transfers (metrics, barriers, objects) is small and lies on
-the host, and an HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups,
-which transfer activations and gradients, use the backend of the device. Reductions are in fp32 or narrower types,
-because HCCL has no fp64.
+The group of all ranks uses gloo on every device. Its messages (metrics, barriers, objects) are small and on the host,
+and an HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups, which
+transfer activations and gradients, use the backend of the device. Reductions are in fp32 or narrower types, because
+HCCL has no fp64.
 
-In the order of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
+The order is that of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
 """
 
 import contextlib
@@ -39,19 +39,19 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  #
 
 
 def launched_world_size() -> int:
-    """Number of processes that torchrun started; 1 without torchrun. InputError if the environment holds no number."""
+    """Return the number of processes that torchrun started; 1 without it. Raises InputError for any other text."""
     return variable("WORLD_SIZE", 1, 1, MOST_RANKS)
 
 
 def launched_rank() -> int:
-    """Rank that torchrun gave this process; 0 without torchrun. InputError if the environment holds no rank."""
+    """Return the rank that torchrun gave this process; 0 without it. Raises InputError for any other text."""
     return variable("RANK", 0, 0, launched_world_size() - 1)
 
 
 def check_launch() -> int:
-    """Rank of this process. InputError if the environment holds values that torchrun never sets.
+    """Return the rank of this process. Raises InputError if the environment has values that torchrun never sets.
 
-    Checked before anything waits for the other ranks, because that wait could last parallel.timeout_seconds.
+    This is checked before anything waits for the other ranks, because the wait could last parallel.timeout_seconds.
     """
     rank, ranks = launched_rank(), launched_world_size()
     most = ranks if "WORLD_SIZE" in os.environ else MOST_RANKS  # without torchrun, it is another program's variable
@@ -61,7 +61,7 @@ def check_launch() -> int:
     absent = [name for name in TORCHRUN if name not in os.environ]
     if absent and {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         raise InputError(
-            f"the environment's {', '.join(absent)}: not set, but others that torchrun sets are; needed: all of "
+            f"the environment's {', '.join(absent)}: not set, but others that torchrun sets are; set all of "
             f"{', '.join(TORCHRUN)}, or none"
         )
     if "RANK" in os.environ and (address := os.environ.get("MASTER_ADDR")):
@@ -75,7 +75,7 @@ def check_launch() -> int:
 def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     """Run the ``main`` of a command that torchrun starts. A non-zero exit code ends the process here."""
     print_every_letter()
-    # Megatron and torch warn about options of GPUs and about each other's deprecations.
+    # Megatron and torch warn about options of GPUs, and about each other's deprecations.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     code = main(arguments)
     sys.stdout.flush()
@@ -88,9 +88,9 @@ def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 def start_device(name: str, train: TrainConfig) -> torch.device:
-    """The device that ``name`` means here, with its libraries imported and adapted; InputError if it cannot be used.
+    """Return the device that ``name`` means here, with its libraries imported and adapted.
 
-    Call it before the first import of transformers.
+    Call this before the first import of transformers. Raises InputError if the device cannot be used.
     """
     devices.set_environment(name, train.deterministic)
     device = devices.resolve(name)
@@ -105,12 +105,12 @@ def open_world(
     parallel: ParallelConfig,
     waiting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Iterator[torch.device]:
-    """The device that ``name`` means here, in a world of all ranks, that is closed at the end.
+    """Open a world of all ranks on the device that ``name`` means here, and close it at the end of the block.
 
     ``waiting()`` is a context for the wait for the other ranks.
 
-    Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an
-    exception the groups stay, because destroying them waits for ranks that have ended; the caller ends the process.
+    Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an exception
+    the groups stay, because destroying them would wait for ranks that have ended; the caller ends the process.
     """
     with waiting():
         torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
@@ -127,18 +127,18 @@ def open_world(
             raise InputError(  # the other lines are a C++ stack
                 f"torch.distributed: the ranks did not find each other: {str(error).splitlines()[0]}"
             ) from None
-        # Before they decide which groups a rank makes.
+        # Do this before these values decide which groups a rank creates.
         refuse_unequal({"the section parallel of the configuration": parallel.model_dump_json()})
-        torch.manual_seed(train.seed)  # the method draws from generators of its own; this is for everything else
+        torch.manual_seed(train.seed)  # the method draws from separate generators; this is for everything else
     yield device
     close_layout()
     dist.destroy_process_group()
 
 
 def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
-    """InputError, the same on all ranks, that names the first of ``texts`` that differs between ranks. Collective.
+    """Raise InputError, equal on all ranks, for the first of ``texts`` that differs between ranks. Collective.
 
-    Returns the sha256 (hex) of each.
+    Otherwise return the sha256 (hex) of each.
     """
     own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     digests: list = [None] * dist.get_world_size()
@@ -146,7 +146,7 @@ def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
     for name, by_rank in zip(own, zip(*digests, strict=True), strict=True):
         if odd := [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]:
             raise InputError(
-                f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; needed: the same files and "
+                f"{name}: rank {', '.join(map(str, odd))} did not read what rank 0 read; use the same files and "
                 "packages on every node"
             )
     return own
@@ -156,7 +156,7 @@ def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
 
 
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
-    """Megatron's groups of these sizes over the current world. rules.trainer_problems has judged the sizes."""
+    """Create Megatron's groups of these sizes over the current world. rules.trainer_problems has checked the sizes."""
     devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -165,13 +165,13 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=1,  # a rank holds its experts whole
+            expert_tensor_parallel_size=1,  # a rank has its experts whole
             create_gloo_process_groups=False,
             distributed_timeout_minutes=sizes.timeout_seconds / 60,
         )
     if device.type == "npu":
         # Megatron gathers the numbers of tokens per expert over this group. It has the same ranks as the expert group,
-        # and would build a second communicator.
+        # and would create a second communicator.
         parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = parallel_state.get_expert_model_parallel_group()
     model_parallel_cuda_manual_seed(0)  # activation recompute needs Megatron's tracker of random states
     return Parallel(
@@ -237,17 +237,17 @@ def close_layout() -> None:
 
 
 class Factor(torch.nn.Parameter):
-    """A LoRA factor in fp32, with its place in the layout."""
+    """A LoRA factor in fp32, with its position in the layout."""
 
-    is_expert: bool  # of the routed experts, one a local expert
-    shard_dim: int | None  # the dimension that tensor ranks split; None: each of them holds the whole factor
-    is_partial: bool  # then whether each tensor rank computes a part of its gradient
+    is_expert: bool  # whether it belongs to the routed experts, with one factor per local expert
+    shard_dim: int | None  # the dimension that tensor ranks split; None: each of them has the whole factor
+    is_partial: bool  # if they have the whole factor: whether each tensor rank computes a part of its gradient
 
     @staticmethod
     def zeros(
         device: torch.device, shape: tuple[int, ...], shard_dim: int | None = None, is_partial: bool = False
     ) -> "Factor":
-        """Zeros on their final device, because Module.to may replace a parameter."""
+        """Create zeros on their final device, because Module.to may replace a parameter."""
         factor = Factor(torch.zeros(shape, dtype=torch.float32, device=device))
         factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
         factor.is_partial = is_partial and shard_dim is None
@@ -256,7 +256,7 @@ class Factor(torch.nn.Parameter):
 
 @dataclass(frozen=True)
 class Parallel:
-    """The place of this rank in the grid, its groups, and the reductions over them."""
+    """The position of this rank in the grid, its groups, and the reductions over them."""
 
     rank: int
     world_size: int
@@ -274,21 +274,21 @@ class Parallel:
     expert_data_group: dist.ProcessGroup
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups of this rank that have several ranks and transfer something, by name."""
+        """Return, by name, the groups of this rank that have several ranks and transfer something."""
         kinds = ("tensor", "expert", "data", "expert_data")
         return {name: getattr(self, f"{name}_group") for name in kinds if getattr(self, name) > 1}
 
     # -------------------------------------------------------------------------------- small values, over all ranks
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The equally shaped ``rows`` of every rank, in rank order, on the host.  (n, ...) -> (world_size, n, ...)"""
+        """Gather equal shapes from every rank, in rank order, on the host.  (n, ...) -> (world_size, n, ...)"""
         rows = rows.cpu().contiguous()
         out = rows.new_empty((self.world_size, *rows.shape))
         dist.all_gather_into_tensor(out.flatten(0, 1), rows)
         return out
 
     def gather_objects(self, value: object) -> list:
-        """The ``value`` of every rank, in rank order."""
+        """Gather the ``value`` of every rank, in rank order."""
         by_rank: list = [None] * self.world_size
         dist.all_gather_object(by_rank, value)
         return by_rank
@@ -300,30 +300,30 @@ class Parallel:
         return sum(by_rank, [])
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum over all ranks; a new tensor on the host, the same on every rank."""
+        """Sum over all ranks, into a new tensor on the host that is equal on every rank."""
         total = values.detach().cpu().clone()
         dist.all_reduce(total)
         return total
 
     def max_over_ranks(self, value: float) -> float:
-        """Largest ``value`` of all ranks; nan if any of them is nan, which a MAX reduction would drop."""
+        """Return the largest ``value`` of all ranks; nan if any of them is nan, which a MAX reduction would drop."""
         return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
 
     # -------------------------------------------------------------------------------- gradients
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; a new tensor, the same on every rank."""
+        """Sum over the data-parallel ranks, into a new tensor that is equal on every rank."""
         total = values.detach().clone()
         if self.data > 1:
             dist.all_reduce(total, group=self.data_group)
         return total
 
     def sync_gradients_(self, parameters: list[Factor]) -> None:
-        """Sum every gradient, in place, over the ranks that each hold a share of it.
+        """Sum every gradient, in place, over the ranks that each have a share of it.
 
-        ``is_partial``: the tensor ranks hold the whole factor, but each of them saw only a part of the tokens.
-        ``is_expert``: a routed expert has met the tokens of all its expert-parallel ranks already, so its gradient is
-        summed over expert_data, any other over data.
+        If ``is_partial``, the tensor ranks have the whole factor, but each of them saw only a part of the tokens. If
+        ``is_expert``, a routed expert has already met the tokens of all its expert-parallel ranks, so its gradient is
+        summed over expert_data, and any other over data.
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -337,22 +337,25 @@ class Parallel:
                 sum_gradients_(members, group)
 
     def gradient_norm(self, parameters: list[Factor]) -> Tensor:
-        """L2 norm of the gradient of the whole, unsharded parameter set, on the host.  -> ()
+        """Return the L2 norm of the gradient of the whole, unsharded parameter set, on the host.  -> ()
 
-        A factor that c ranks hold counts 1/c on each of them, so the sum over all ranks counts every element once.
+        A factor that c ranks have counts 1/c on each of them, so the sum over all ranks counts every element once.
         """
         squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
     def copies(self, parameter: Any) -> int:
-        """The number of ranks that hold this piece of ``parameter``, a Factor or a huggingface.WeightShard."""
+        """Return how many ranks have this piece of ``parameter``, which is a Factor or a huggingface.WeightShard."""
         if parameter.is_expert:
             return self.expert_data
         return self.data if parameter.shard_dim is not None else self.data * self.tensor
 
 
 def gather(value: Tensor, size: int, group) -> Tensor:
-    """The ``value`` of every rank of ``group``, in rank order; of one rank a view. Collective. (...) -> (size, ...)"""
+    """Gather ``value`` from every rank of ``group``, in rank order. With a single rank, return a view. Collective.
+
+    (...) -> (size, ...)
+    """
     if size == 1:
         return value[None]
     out = value.new_empty((size, *value.shape))

@@ -1,8 +1,8 @@
-"""How a token is drawn: by the inverse distribution, from a table of uniform numbers. The engines share it.
+"""Draws tokens by the inverse distribution, from a table of uniform numbers. All engines use it.
 
-So engines with equal logits sample equal tokens. The number of a token depends on the seed of its prompt, its sample
-and its position alone, not on the rows that are decoded beside it.
-P prompts, S samples a prompt, N new tokens, R rows, V vocabulary.
+So engines with equal logits sample equal tokens. The number of a token depends only on the seed of its prompt, its
+sample and its position, not on the other rows that are decoded with it. P is the number of prompts, S of samples per
+prompt, N of new tokens, R of rows, and V the size of the vocabulary.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
-    """Uniform numbers in [0, 1) for each prompt, from a generator with its seed.  -> (P, *shape) float32"""
+    """Return uniform numbers in [0, 1) for each prompt, from a generator with its seed.  -> (P, *shape) float32"""
     table = torch.empty(len(seeds), *shape)
     for seed, numbers in zip(seeds, table, strict=True):
         numbers.uniform_(generator=torch.Generator().manual_seed(seed))
@@ -18,9 +18,10 @@ def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The entry where the cumulative sum of ``probs`` passes ``uniform`` times its total.  (R, V), (R, 1) -> (R, 1)
+    """Return the entry where the cumulative sum of ``probs`` passes ``uniform`` times its total.
 
-    ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.
+    ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.  (R, V), (R,
+    1) -> (R, 1)
     """
     # right=True finds the first entry strictly above the target, so a target of 0 skips leading zeros. The target stays
     # below the total: u <= 1 - 2^-24 in float32, and 2^-24 of the total is at least half the spacing of floats there.
@@ -40,7 +41,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability.  (R, V), (R, 1) or None -> (R,), (R,) float32
+    """Choose one token per row, and return it with its log-probability.  (R, V), (R, 1) or None -> (R,), (R,) float32
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """

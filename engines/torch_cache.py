@@ -1,10 +1,11 @@
 """Keys and values of the embedded sampler, and the attention of the tokens that its rows decode.
 
 PrefixCache, for fp32, is fast: the rows of a prompt are a line, which shares the keys and values of the prompt and
-attends to them in one product. RowCache, for bf16, rounds as the trainer rounds: each row has its whole keys and
-values, and the trainer's kernel computes the attention. Where rounding shows in the log-probs, this makes sampler and
-trainer compute the same numbers.
-P prompts, T prompt tokens with padding, N new tokens, R rows, L lines, H / KV query / key-value heads, D head size.
+attends to them in one product. RowCache, for bf16, rounds as the trainer does: each row has its whole keys and values,
+and the trainer's kernel computes the attention. Where rounding shows in the log-probs, this makes sampler and trainer
+compute the same numbers.
+P is the number of prompts, T of prompt tokens with padding, N of new tokens, R of rows, and L of lines. H is the number
+of query heads, KV of key-value heads, and D the head size.
 """
 
 import torch
@@ -14,19 +15,22 @@ from torch import Tensor
 from facts.architectures import Architecture
 from model import packing
 
-# Number of slots by which the cache of a row grows. A cache with few unused slots is read in half of the time of a
-# cache with a slot for every future token, where it does not fit into the processor's cache. Growing it moves an eighth
-# of what reading it moves.
+# The number of slots by which the cache of a row grows. If a cache does not fit into the processor's cache, it is read
+# in half of the time with few unused slots than with a slot for every future token. Growing it moves an eighth of what
+# reading it moves.
 SLOTS = 16
 
-QUERIES = 4  # torch's attention for a CPU rounds otherwise for fewer queries of a key head, which the trainer never has
+QUERIES = 4  # with fewer queries per key head, torch's attention on a CPU rounds otherwise; the trainer never has fewer
 
 
 class Cache:
-    """What both caches have. Heads come first in all keys and values, so that the rows of a line are adjacent."""
+    """The common parts of both caches.
+
+    Heads come first in all keys and values, so that the rows of a line are adjacent.
+    """
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
-        """``lengths``: of the prompts, (P,); ``longest``: T; ``samples``: rows of each prompt."""
+        """Make a cache. ``lengths``: (P,) of the prompts; ``longest``: T; ``samples``: the rows of each prompt."""
         self.kv_heads, self.scale, self.longest = arch.num_kv_heads, arch.head_dim**-0.5, longest
         self.samples, self.dtype, self.device = samples, dtype, lengths.device
         self.prompt_length = lengths.repeat_interleave(samples)  # (R,)
@@ -36,15 +40,15 @@ class Cache:
         self.cos, self.sin = (x.to(self.device, dtype) for x in (angle.cos(), angle.sin()))  # (T + N, D) by position
 
     def begin(self, n: int) -> tuple[Tensor, Tensor]:
-        """Begin with the ``n``-th sampled tokens; the mask for all their layers is made here, too.
+        """Begin with the ``n``-th sampled tokens, and make the mask for all their layers.
 
-        It returns cos and sin, (R, 1, D) twice.
+        Returns cos and sin, (R, 1, D) twice.
         """
         position = self.prompt_length + n
         return self.cos.index_select(0, position)[:, None], self.sin.index_select(0, position)[:, None]
 
     def _zeros(self, arch: Architecture, sequences: int, *shape: int) -> list[Tensor]:
-        """One tensor a layer. They are zeros, because attention reads slots that hold no token, with weight 0."""
+        """Return a tensor of zeros for each layer, because attention reads slots without a token, with weight 0."""
         shape = (self.kv_heads * sequences, *shape)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(arch.num_layers)]
 
@@ -63,7 +67,7 @@ class PrefixCache(Cache):
         super().__init__(arch, lengths, longest, samples, new_tokens, dtype)
         padding = torch.zeros(len(lengths), 1, longest, dtype=dtype, device=self.device)
         padding.masked_fill_(torch.arange(longest, device=self.device) >= lengths[:, None, None], float("-inf"))
-        self.padding = padding.repeat(self.kv_heads, 1, 1)  # (KV * L, 1, T) -inf at the padding of a prompt, else 0
+        self.padding = padding.repeat(self.kv_heads, 1, 1)  # (KV * L, 1, T) -inf at the padding of a prompt; or 0
         self.prompt_keys = self._zeros(arch, len(lengths), arch.head_dim, longest)  # (KV * L, D, T)
         self.prompt_values = self._zeros(arch, len(lengths), longest, arch.head_dim)  # (KV * L, T, D)
         self.keys = self._zeros(arch, len(self.prompt_length), 0, arch.head_dim)  # (KV * R, C, D): C slots
@@ -102,10 +106,10 @@ class PrefixCache(Cache):
         return super().begin(n)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only the given rows. Each of them becomes a line of its own.
+        """Keep only the given rows. Each of them becomes a separate line.
 
-        The caches of the prompts are copied to the rows that remain. Measured, this is as fast as lines of several
-        rows; once half of the rows are gone, the copies take less memory than caches that were never shared.
+        The caches of the prompts are copied to the rows that remain. In measurements this is as fast as lines of
+        several rows. Once half of the rows are gone, the copies take less memory than caches that were never shared.
         """
         lines = rows.div(self.samples, rounding_mode="floor")
         self.prompt_length, self.samples = self.prompt_length[rows], 1
@@ -120,7 +124,7 @@ class PrefixCache(Cache):
 
 
 class RowCache(Cache):
-    """The keys and values of each row: its prompt, its sampled tokens, and slots that hold no token yet."""
+    """The keys and values of each row: its prompt, its sampled tokens, and slots without a token."""
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
         super().__init__(arch, lengths, longest, samples, new_tokens, dtype)
@@ -129,14 +133,14 @@ class RowCache(Cache):
         self.values = self._zeros(arch, len(self.prompt_length), slots, arch.head_dim)
 
     def write_prompts(self, layer: int, part: slice, key: Tensor, value: Tensor) -> None:
-        """As PrefixCache.write_prompts."""
+        """Do the same as PrefixCache.write_prompts."""
         rows = slice(part.start * self.samples, part.stop * self.samples)
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
             copies = new.repeat_interleave(self.samples, 0).transpose(0, 1)
             self._by_head(cache)[:, rows, : self.longest] = copies
 
     def attend(self, layer: int, n: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As PrefixCache.attend."""
+        """Do the same as PrefixCache.attend."""
         rows, slots = torch.arange(len(query), device=self.device), self.mask.shape[-1]
         keys, values = self._by_head(self.keys[layer]), self._by_head(self.values[layer])
         keys[:, rows, self.prompt_length + n] = key.transpose(0, 1)

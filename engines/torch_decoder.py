@@ -1,9 +1,9 @@
 """A decoder of the models of facts/architectures.py in plain torch, to sample. Weights have their Hugging Face names.
 
-Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent;
-torch_cache.py holds their keys and values. There is no process group and no autograd.
-P prompts, T prompt tokens, R rows, H / KV query / key-value heads, D head size, h hidden size, E experts, K experts a
-token.
+Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent,
+and torch_cache.py stores their keys and values. There is no process group and no autograd.
+P is the number of prompts, T of prompt tokens, R of rows, E of experts, and K of experts per token. H is the number of
+query heads, KV of key-value heads, D the head size, and h the hidden size.
 """
 
 import os
@@ -22,7 +22,7 @@ from model import packing
 from weights.adapter_weights import adapted_modules
 from weights.huggingface import fused_group
 
-PREFILL_TOKENS = 16384  # prompt tokens, padding included, that are computed at once; this limits the activations
+PREFILL_TOKENS = 16384  # prompt tokens, including padding, that are computed at once; this limits the activations
 
 
 class Decoder:
@@ -32,7 +32,7 @@ class Decoder:
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
         self.cache = PrefixCache if dtype == torch.float32 else RowCache
         self.ready = False
-        self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage that holds this tensor
+        self.slots: dict[str, Tensor] = {}  # Hugging Face name -> the part of a storage for this tensor
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = self._allocate(table, {"model.embed_tokens.weight": ...})
         self.head = self.embedding if arch.tied_head else self._allocate(table, {"lm_head.weight": ...})
@@ -47,7 +47,7 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Storage of ``shape``. ``pieces``: Hugging Face name -> the index of the part that this tensor fills.
+        """Return storage of ``shape``. ``pieces``: Hugging Face name -> the index of the part that this tensor fills.
 
         Experts' matrices are stored (E, in, out), because a product of few rows then takes a sixth less time. The
         Hugging Face tensors are (out, in) and fill them transposed.
@@ -58,7 +58,7 @@ class Decoder:
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """The weights of one layer by `part`. Matrices are fused where one product can do the work of several."""
+        """Return the weights of one layer by `part`. Matrices are fused if one product can do the work of several."""
         weights = {}
         for module in modules(self.arch, self.arch.moe_layers[layer]):
             part, rows, pieces = module.part, 0, {}
@@ -78,14 +78,14 @@ class Decoder:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See engines.interface.Engine. Tensors are copied as they come; a failure leaves the decoder not `ready`."""
+        """Do as engines.interface.Engine says. Tensors are copied as they come; after a failure it is not `ready`."""
         whole, self.ready = not self.ready, False
         loaded: dict[str, Tensor] = {}
         for name, tensor in named_tensors:
             check_arrival(name, tensor, self.shapes, loaded)
             loaded[name] = self.slots[name].copy_(tensor)
         check_complete(loaded, self.groups, whole)
-        check_finite(loaded, "load_weights")  # of the copies, because a cast can overflow
+        check_finite(loaded, "load_weights")  # check the copies, because a cast can overflow
         if self.arch.qk_norm == "head":
             for weights in self.layers:
                 heads = (("q_norm", self.arch.num_heads), ("k_norm", self.arch.num_kv_heads))
@@ -94,7 +94,7 @@ class Decoder:
 
     @torch.no_grad()
     def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-        """See engines.interface.Engine. The factors are held in the dtype of the decoder."""
+        """Do as engines.interface.Engine says. The factors are stored in the dtype of the decoder."""
         check_finite(factors, "load_adapter")
         layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         for adapted in adapted_modules(self.arch, lora):
@@ -107,7 +107,7 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------------ the model
     def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
-        """``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
+        """Apply ``part`` of a layer, with its adapter if it has one.  (.., in) -> (.., out)"""
         weights, bias = self.layers[layer], self.layers[layer].get(f"{part}.bias")
         if self.cache is PrefixCache or bias is None:
             y = F.linear(x, weights[part], bias)
@@ -130,7 +130,7 @@ class Decoder:
         return y
 
     def _qkv(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys, and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
+        """Return rotated queries, rotated keys, and values.  (..., h) -> (..., H, D), (..., KV, D), (..., KV, D)"""
         arch, query_heads, key_heads = self.arch, self.arch.num_heads, self.arch.num_kv_heads
         weights = self.layers[layer]
         x = kernels.rms_norm(x, weights["input_layernorm"], arch.rms_norm_eps)
@@ -148,7 +148,7 @@ class Decoder:
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
     def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
-        """The residual stream after the MLP block. A MoE layer appends its (R, K) experts to ``routes``.  (R, h)"""
+        """Return the residual stream after the MLP block. A MoE layer adds its (R, K) experts to ``routes``.  (R, h)"""
         arch, weights = self.arch, self.layers[layer]
         h = kernels.rms_norm(x, weights["post_attention_layernorm"], arch.rms_norm_eps)
         if "gate_up_proj" in weights:
@@ -180,7 +180,7 @@ class Decoder:
         return x + (mixed + dense if "gate_up_proj" in weights else mixed)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and the numbers of each token's experts, by the logits of a router.  (R, E) -> (R, K) twice"""
+        """Return the weights and numbers of each token's experts, by the logits of a router.  (R, E) -> (R, K) twice"""
         score, experts = logits.topk(self.arch.experts_per_token, dim=-1)
         if self.arch.norm_topk_prob:
             return score.softmax(-1), experts
@@ -199,11 +199,11 @@ class Decoder:
         The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
         layers. Padding is on the right and attention is causal, so no real token sees padding.
 
-        In fp32 the tokens with which all prompts begin are computed once: everything but attention works on a line of M
-        tokens, which has the first prompt, and of each further prompt the tokens after the common ones. Attention works
-        on whole prompts and rounds as without the line. So do products of four rows or more; an expert with fewer rows,
+        In fp32 the tokens with which all prompts begin are computed once. Everything but attention works on a line of M
+        tokens, which has the first prompt, and of each other prompt the tokens after the common ones. Attention works
+        on whole prompts and rounds as without the line. So do products of four rows or more. An expert with fewer rows,
         and the one output of a shared expert's gate, add in another order. bf16 promises a gap of exactly 0 to the
-        trainer, and a product of one row can break it (docs/policy.md), so in bf16 the line has all tokens of all
+        trainer, and a product of one row can break it (docs/policy.md). So in bf16 the line has all tokens of all
         prompts. ``after_layer`` is called with the (M, h) after each layer.
         """
         device, longest, in_bf16 = self.device, max(map(len, prompts)), self.cache is RowCache
@@ -232,7 +232,7 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the ``tokens`` of a line, (M,), through all layers, and write the prompts of ``part`` into the cache.
 
-        ``source`` and ``index``: see _line. It returns the last states and the experts by MoE layer: (M, h), (M, K).
+        ``source`` and ``index`` come from _line. Returns the last states and the experts by MoE layer: (M, h), (M, K).
         """
         x, routes = F.embedding(tokens, self.embedding), []  # (M, h)
         cos, sin = (table[source % cache.longest, None] for table in (cache.cos, cache.sin))  # (M, 1, D)
@@ -259,7 +259,7 @@ class Decoder:
         return x, routes
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, h) -> (R, V)"""
+        """Return the logits.  (R, h) -> (R, V)"""
         return F.linear(kernels.rms_norm(hidden, self.final_norm, self.arch.rms_norm_eps), self.head)
 
 
@@ -268,7 +268,7 @@ def _line(lengths: Tensor, longest: int, shared: int, *, whole: bool) -> tuple[T
 
     The first result is the index of each token of the line in the flattened rows, (M,); the second is the inverse map,
     (p, T). All prompts begin with ``shared`` common tokens. A ``whole`` line has all tokens and the padding.
-    ``lengths``: of the prompts, (p,); ``longest``: T.
+    ``lengths`` are those of the prompts, (p,), and ``longest`` is T.
     """
     position = torch.arange(longest, device=lengths.device)
     is_packed = (position >= shared) & (position < lengths[:, None]) | whole  # (p, T)

@@ -2,7 +2,8 @@
 
 A call runs in waves of limited size. A wave computes every prompt once for its whole group, and rows that have finished
 are removed. Each prompt draws from its own seed, so its completions do not depend on its wave.
-P prompts, R rows (one for each sampled completion), N new tokens, V vocabulary, K experts a token, L MoE layers.
+P is the number of prompts, R of rows (one for each sampled completion), and N of new tokens. K is the number of experts
+per token, L of MoE layers, and V the size of the vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +37,11 @@ class TorchSampler(Engine):
         adapter: LoraConfig | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """``max_sequences`` limits the rows that are decoded together, and so the key-value cache. The samples of a
-        prompt are decoded together, however many they are.
+        """Make a sampler without weights.
 
-        ``adapter``: the shapes of what load_adapter will bring.
+        ``max_sequences`` limits the rows that are decoded together, and so the key-value cache. The samples of a prompt
+        are decoded together, however many they are. ``adapter`` gives the shapes of the factors that load_adapter will
+        bring.
         """
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
@@ -67,11 +69,11 @@ class TorchSampler(Engine):
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
         if self.adapter is None:
-            raise InputError("load_adapter: this engine was made without an adapter; needed: rollout.sync adapter")
+            raise InputError("load_adapter: this engine has no adapter; set rollout.sync to adapter")
         self.decoder.load_adapter(factors, self.adapter)
 
     def close(self) -> None:
-        """The engine holds nothing that must be given back."""
+        """Do nothing, because the engine uses nothing that must be released."""
 
     @torch.inference_mode()
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
@@ -90,7 +92,7 @@ class TorchSampler(Engine):
         turns: Turns | None,
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
-        # Sorted, so that the prompts of a wave have similar lengths and little padding.
+        # Sort, so that the prompts of a wave have similar lengths and little padding.
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         prompts_at_once = max(1, self.max_sequences // num_samples)
         for start in range(0, len(prompts), prompts_at_once):
@@ -103,7 +105,7 @@ class TorchSampler(Engine):
         return completions
 
     def _uniforms(self, seeds: list[int], num_samples: int, params: SamplingParams) -> Tensor | None:
-        """A number for each token of the samples of each prompt, (N, R, 1); None if the choice is greedy."""
+        """Return a number for each token of the samples of each prompt, (N, R, 1), or None if the choice is greedy."""
         if params.temperature == 0:
             return None
         table = uniforms_of(seeds, num_samples, params.max_new_tokens)[..., None]
@@ -118,7 +120,7 @@ class TorchSampler(Engine):
         routed: bool,
         given: "Given | None",
     ) -> list[Completion]:
-        """``num_samples`` completions of each prompt, which are all computed at once, in one list."""
+        """Return ``num_samples`` completions of each prompt in one list, all computed at the same time."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
         rows = len(prompts) * num_samples
         uniforms = self._uniforms(seeds, num_samples, params)
@@ -166,7 +168,7 @@ class TorchSampler(Engine):
         return answers
 
     def _answers(self, tokens: Tensor, logps: Tensor) -> list[Completion]:
-        """A completion for each row of sampled tokens, which are -1 after its end.  (N, R) twice"""
+        """Return a completion for each row of sampled tokens, which are -1 after its end.  (N, R) twice"""
         answers = []
         generated = (tokens >= 0).sum(0).tolist()
         for count, row_tokens, row_logps in zip(generated, tokens.t().tolist(), logps.t().tolist(), strict=True):
@@ -178,7 +180,7 @@ class TorchSampler(Engine):
 
 
 class Given:
-    """The tokens of a wave that the environment gives: they are decoded like drawn ones, which they replace.
+    """The tokens of a wave that the environment gives. They are decoded like drawn tokens, which they replace.
 
     So a row keeps its keys and values, and its routes, over all of its turns.
     """
@@ -186,12 +188,12 @@ class Given:
     def __init__(self, turns: Turns, wave: list[int], num_samples: int, new_tokens: int, is_stop: Tensor) -> None:
         self.turns, self.wave, self.num_samples = turns, wave, num_samples
         self.may_end = is_stop.index_fill(0, torch.tensor(sorted(turns.may_end), device=is_stop.device), True)
-        # (N, R + 1) as the results, -1 where the policy draws
+        # (N, R + 1) like the results, -1 where the policy draws
         self.tokens = torch.full((new_tokens, len(wave) * num_samples + 1), -1, device=is_stop.device)
-        self.reasons: dict[int, str] = {}  # of the rows that have finished, by row
+        self.reasons: dict[int, str] = {}  # for the rows that have finished, by row
 
     def instead(self, n: int, row_ids: Tensor, token: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``n``-th tokens of the rows and their log-probs, given ones in their places.  (R,) twice"""
+        """Return the ``n``-th tokens of the rows and their log-probs; given tokens replace drawn ones.  (R,) twice"""
         given = self.tokens[n].index_select(0, row_ids)
         return torch.where(given >= 0, given, token), logp.masked_fill(given >= 0, 0.0)
 
@@ -225,7 +227,7 @@ class Given:
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """This engine runs every configuration that inputs/rules.py accepts."""
+    """Accept the configuration: this engine runs every one that inputs/rules.py accepts."""
 
 
 def open_engine(
@@ -236,7 +238,7 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None],
 ) -> TorchSampler:
-    """The sampler. Its caches grow with its rows, and it always has the routes: no other limit or switch is needed."""
+    """Open the sampler. Its caches grow with its rows, and it always has the routes, so it needs no limit or switch."""
     return TorchSampler(
         arch,
         stop_tokens=stop_tokens,

@@ -1,6 +1,6 @@
 """The device that the code runs on: its choice, its start-up, and corrections of Megatron. Operations: kernels.py.
 
-It has run on CPUs and on one GPU (docs/gpu.md); what is for the NPU has run on an imitation of the device only
+It has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
 (tests/support/fake_npu.py). parallel_setup.open_world calls the start-up in this order, which matters: set_environment
 -> resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
@@ -26,7 +26,8 @@ from hardware import kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.dtype -> the type of the weights
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # type of the device -> its torch.distributed backend
-# The variables that limit the devices a process sees. The driver reads them; the user sets them, and this code never.
+# These variables limit the devices that a process sees. The driver reads them. Only the user sets them, never this
+# code.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 
@@ -34,9 +35,9 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 
 def set_environment(name: str, deterministic: bool) -> None:
-    """Set the environment variables that must exist before the first operation; ``name`` as in resolve.
+    """Set the environment variables that must exist before the first operation; ``name`` is that of resolve.
 
-    Existing values are kept. InputError if one of them contradicts train.deterministic.
+    Existing values are kept. Raises InputError if one of them contradicts train.deterministic.
     """
     # torch asks Linux for huge pages for large tensors, which keeps the heap of a CPU run smaller.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -46,18 +47,18 @@ def set_environment(name: str, deterministic: bool) -> None:
             found = os.environ.setdefault(variable.name, variable.value)
             if not variable.allows(found):
                 raise InputError(
-                    f"train.deterministic: true, but {variable.name} is {found} in the environment; needed: "
-                    f"{' or '.join((variable.value, *variable.accepted))}, or unset"
+                    f"train.deterministic: true, but {variable.name} is {found} in the environment; set it to "
+                    f"{' or '.join((variable.value, *variable.accepted))}, or unset it"
                 )
 
 
 @functools.cache
 def resolve(name: str) -> torch.device:
-    """The device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
+    """Return the device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
 
-    The first answer is cached, because torch.cuda stands for the NPU after MindSpeed is imported. InputError if the
-    device cannot be used; under auto also if torch_npu is installed but does not work, because the user of such a
-    machine does not want to train on the CPU.
+    The first answer is cached, because torch.cuda means the NPU after MindSpeed is imported. Raises InputError if the
+    device cannot be used. With auto it is also raised if torch_npu is installed but does not work: its user does not
+    want to train on the CPU.
     """
     if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
         _open_npu(name)
@@ -70,17 +71,17 @@ def resolve(name: str) -> torch.device:
 
 def _open_npu(name: str) -> None:
     if importlib.util.find_spec("torch_npu") is None:
-        raise InputError(f"device: {name}: torch_npu is not installed; needed: requirements/npu.txt")
+        raise InputError(f"device: {name}: torch_npu is not installed; install requirements/npu.txt")
     try:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"device: {name}: torch_npu does not load ({error}); needed: CANN's variables, `source set_env.sh` of its "
+            f"device: {name}: torch_npu does not load ({error}); set CANN's variables with `source set_env.sh` of its "
             "toolkit and of nnal/atb"
         ) from None
     if not torch.npu.is_available():
         raise InputError(
-            f"device: {name}: torch_npu sees no NPU; needed: one that npu-smi lists; {VISIBLE['npu']} is "
+            f"device: {name}: torch_npu sees no NPU; make one visible that npu-smi lists; {VISIBLE['npu']} is "
             f"{_visible('npu')}"
         )
 
@@ -89,15 +90,15 @@ def _visible(kind: str) -> str:
     return os.environ.get(VISIBLE[kind], "unset")
 
 
-@functools.cache  # once a process
+@functools.cache  # once per process
 def adapt(device: torch.device) -> None:
-    """Redirect Megatron's CUDA calls to the NPU. RuntimeError if Megatron is imported already.
+    """Redirect Megatron's CUDA calls to the NPU. Raises RuntimeError if Megatron is imported already.
 
-    If MindSpeed is installed, its adaptor does this: Ascend tests Megatron with MindSpeed, and it may correct faults
-    that we have not seen. MindSpeed is not required. Our model needs only two of its corrections: torch.cuda must stand
-    for torch.npu, which transfer_to_npu of torch_npu does, and torch.compile must do nothing, which import_megatron
-    does. Norms, attention, rotary embedding and experts are our own, and model/megatron_model.py switches off
-    Transformer Engine, apex and the CUDA kernels that MindSpeed replaces.
+    If MindSpeed is installed, its adaptor does this. Ascend tests Megatron with MindSpeed, which may correct faults
+    that we have not seen. MindSpeed is not required. Our model needs only two of its corrections. torch.cuda must stand
+    for torch.npu, which transfer_to_npu of torch_npu does. torch.compile must do nothing, which import_megatron does.
+    Norms, attention, rotary embedding and experts are our own, and model/megatron_model.py switches off Transformer
+    Engine, apex and the CUDA kernels that MindSpeed replaces.
     """
     if device.type != "npu":
         return
@@ -128,8 +129,8 @@ def adapt(device: torch.device) -> None:
 def _remove_dummies() -> None:
     """Remove the empty modules that MindSpeed has put into sys.modules for packages that are not installed.
 
-    vLLM and transformers would take them for the real ones: vLLM 0.23 imports flash_attn.ops if it finds flash_attn.
-    A dummy inside an installed package stays, because MindSpeed has added the name that this package lacks.
+    vLLM and transformers would take them for the real ones: vLLM 0.23 imports flash_attn.ops if it finds flash_attn. A
+    dummy inside an installed package stays, because MindSpeed has added the name that this package lacks.
     """
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     dummies = {name for name, file in files.items() if file == "mindspeed.dummy_module.py"}
@@ -139,15 +140,15 @@ def _remove_dummies() -> None:
 
 
 def select(device: torch.device) -> None:
-    """Make the visible device with number LOCAL_RANK the current one. InputError if there is none."""
+    """Make the visible device with number LOCAL_RANK the current one. Raises InputError if there is none."""
     if device.type == "cpu":
         return
     module = getattr(torch, device.type)
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), module.device_count()
     if local_rank >= count:
         raise InputError(
-            f"LOCAL_RANK: {local_rank} needs {local_rank + 1} {device.type} devices on this host, found {count} "
-            f"({VISIBLE[device.type]} is {_visible(device.type)}); needed: --nproc_per_node of at most {count}"
+            f"LOCAL_RANK: {local_rank} needs {local_rank + 1} {device.type} devices on this host, which has {count} "
+            f"({VISIBLE[device.type]} is {_visible(device.type)}); use --nproc_per_node of at most {count}"
         )
     module.set_device(local_rank)
     if device.type == "cuda":
@@ -157,9 +158,9 @@ def select(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def internal_formats_restored(device: torch.device) -> Iterator[None]:
-    """Restore at the end of the block whether torch_npu may tile tensors, which an import of vllm-ascend allows.
+    """Restore at the end of this block whether torch_npu may tile tensors, which an import of vllm-ascend allows.
 
-    It is a setting of the whole process, of the trainer too. Its effect on the trainer is not known.
+    It is a setting of the whole process, including the trainer. Its effect on the trainer is not known.
     """
     if device.type != "npu":
         yield
@@ -172,7 +173,7 @@ def internal_formats_restored(device: torch.device) -> Iterator[None]:
 
 
 def name(device: torch.device) -> str:
-    """What the driver calls this rank's device; "cpu" for a CPU."""
+    """Return the driver's name of this rank's device, or "cpu" for a CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name()
 
 
@@ -193,7 +194,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def moment(device: torch.device) -> Any:
-    """When ``device`` has finished what it was given so far: an event in its stream, on a CPU the time now."""
+    """Return when ``device`` has finished its work so far: an event in its stream, or on a CPU the time now."""
     if device.type == "cpu":
         return time.perf_counter()
     event = getattr(torch, device.type).Event(enable_timing=True)
@@ -202,7 +203,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Seconds from one `moment` to a later one. It waits for the later one."""
+    """Return the seconds from one `moment` to a later one, after waiting for the later one."""
     if isinstance(first, float):
         return second - first
     second.synchronize()
@@ -210,7 +211,7 @@ def seconds_between(first: Any, second: Any) -> float:
 
 
 def median_milliseconds(job: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of ``job`` on ``device`` in ``repeats`` runs; each run is waited for."""
+    """Return the median wall time of ``job`` on ``device`` in ``repeats`` runs, with a wait for each run."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)
@@ -222,15 +223,16 @@ def median_milliseconds(job: Callable[[], object], device: torch.device, repeats
 
 
 def release(device: torch.device) -> None:
-    """Give back to the device what torch keeps for later tensors, so that an engine finds it free."""
+    """Free the memory that torch keeps for later tensors, so that an engine can use it."""
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak of the device memory in use since the last call, GiB; None on a CPU, where it is not counted.
+    """Return the peak GiB of device memory in use since the last call; None on a CPU, where it is not counted.
 
-    It is the peak of torch's tensors plus the memory outside of torch's pool now: runtime, driver and communicators.
+    It is the peak of torch's tensors plus the memory that is now outside of torch's pool: runtime, driver and
+    communicators.
     """
     if device.type == "cpu":
         return None
@@ -242,7 +244,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def group_options(device: torch.device, name: str):
-    """Options of the process group that Megatron calls ``name``: on HCCL the size of its buffer, otherwise None."""
+    """Return options of Megatron's process group ``name``: on HCCL the size of its buffer, otherwise None."""
     if device.type != "npu" or name not in HCCL_BUFFER_MIB:
         return None
     import torch_npu
@@ -253,9 +255,9 @@ def group_options(device: torch.device, name: str):
 
 
 def profiler(device: torch.device) -> Any:
-    """A profiler of the host and of ``device``, with start, stop and export_chrome_trace(path), as in torch.profiler.
+    """Return a profiler of the host and of ``device``, with start, stop and export_chrome_trace(path), as torch's.
 
-    That of torch_npu has not been run.
+    It is torch.profiler, or the profiler of torch_npu, which has not been run.
     """
     if device.type == "npu":
         from torch_npu import profiler as module
@@ -338,7 +340,7 @@ def _correct_megatron(device: torch.device) -> None:
 
     # 0.16.1 reads this name without importing it when there is no TE.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    # The model computes cos and sin once a forward pass (megatron_model.build), instead of twice in every layer.
+    # The model computes cos and sin once per forward pass (megatron_model.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
     returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.19.2
     token_dispatcher.permute = functools.partial(_permute, more=(None, None) if returns_more else ())
@@ -356,14 +358,14 @@ def _correct_megatron(device: torch.device) -> None:
 def _permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, *, more: tuple = (), **unused
 ) -> tuple:
-    """A row for each expert of each token, its probability and the order of the rows, by expert and then by token.
+    """Return a row for each expert of each token, its probability, and the order of the rows, by expert, then by token.
 
-    (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order.  Megatron's own finds the rows by masked_select, twice: the host
-    waits each time for the number of rows, which is known, because all tokens have the same number k of experts.
-    ``more``: what else Megatron expects.
+    Megatron's version finds the rows by masked_select, twice. The host waits each time for the number of rows, which is
+    known, because all tokens have the same number k of experts. ``more`` has the other results that Megatron expects.
+    (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order
     """
     experts_per_token = num_out_tokens // len(tokens)
-    # The chosen experts are worth E, E - 1 and so on, so those of a token come in their order.
+    # The chosen experts get the values E, E - 1 and so on, so those of a token come in their order.
     worth = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.float32, device=tokens.device)
     experts = (routing_map * worth).topk(experts_per_token).indices  # (n, k)
     sorted_pairs = kernels.sortable(experts.flatten()).argsort(stable=True)
@@ -375,9 +377,9 @@ def _permute(
 
 
 def keep_row_counts_on_device(dispatcher) -> None:
-    """Let one rank's dispatcher pass on the rows, which are sorted by expert already, and their counts.
+    """Let one rank's dispatcher pass on the rows, which are already sorted by expert, and their counts.
 
-    Megatron's own copies the counts to the host, waits for them and sorts the rows again by them.
+    Megatron's version copies the counts to the host, waits for them, and sorts the rows again by them.
     """
     dispatcher.cuda_dtoh_point = "no_sync"
     dispatcher._maybe_update_cuda_sync_point = lambda point: None

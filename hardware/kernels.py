@@ -1,10 +1,10 @@
 """Operations with one meaning on all devices: by torch on a CPU or GPU, by torch_npu on an NPU.
 
-The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on a stand-in for the kernels of
+The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on imitations of the kernels of
 torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/machines/test_npu.py).
 
-The models of facts/architectures.py keep the documented rules of these kernels, which the stand-in checks at each call.
-N rows, E local experts, h input width, o output width.
+The models of facts/architectures.py keep the documented rules of these kernels, which the imitation checks at each
+call. N is the number of rows, E of local experts, h the input width, and o the output width.
 """
 
 import functools
@@ -23,7 +23,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU. The stand-in of checks/dry_run.py has another type, and another function here."""
+    """Return whether ``device`` is a GPU. checks/dry_run.py replaces this, because its stand-in has another type."""
     return device.type == "cuda"
 
 
@@ -51,10 +51,10 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tenso
 
 
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
-    """grouped_mm with frozen int4 experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
+    """Do grouped_mm with frozen int4 experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
 
-    Forward and backward dequantise at most PIECE bytes at a time, of all experts: a piece of some experts would need
-    the numbers of their rows, for which the CPU would wait for the device. The kernels of an NPU that take codes have
+    Forward and backward dequantise at most PIECE bytes at one time, of all experts. A piece of some experts would need
+    the numbers of their rows, for which the CPU would wait for the device. The kernels of an NPU that accept codes have
     no backward pass for scales per group, so all devices multiply as grouped_mm does.
     """
     return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
@@ -74,15 +74,15 @@ class _QuantisedGroupedMatmul(torch.autograd.Function):
 
 
 def _grouped_mm_takes(weight: Tensor) -> bool:
-    """Whether torch's kernel takes this weight: rows that start on 16-byte boundaries, and on CUDA bf16."""
+    """Return whether torch's kernel accepts this weight: rows that start on 16-byte boundaries, and on CUDA bf16."""
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """grouped_mm by torch_npu's kernel.
+    """grouped_mm with torch_npu's kernel.
 
-    MindSpeed's version computes the gradient of frozen experts too, which costs as much as the forward pass and a
+    MindSpeed's version also computes the gradient of frozen experts, which costs as much as the forward pass and a
     tensor as large as all local experts.
     """
 
@@ -103,9 +103,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> Tensor:
-    """The grouped product. group_type 0 splits the rows of ``x`` into groups; 2 sums over the rows of each group.
+    """Compute the grouped product.
 
-    group_list_type 1: ``counts`` are the sizes of the groups. split_item 3: one output tensor.
+    group_type 0 splits the rows of ``x`` into groups; 2 sums over the rows of each group. group_list_type 1: ``counts``
+    are the sizes of the groups. split_item 3: one output tensor.
     """
     return _npu().npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=1
@@ -113,14 +114,14 @@ def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, with the mean square in fp32 as in transformers.  (..., h) -> (..., h)
+    """Compute x / rms(x) * weight, with the mean square in fp32 as in transformers.  (..., h) -> (..., h)
 
     For bf16 ``x`` the product with the weight is rounded once, so a weight that bf16 can represent gives the same bits
     in fp32 and bf16.
     """
     if x.device.type == "npu" and x.dtype == weight.dtype:  # the formula for other pairs of types
         return _npu().npu_rms_norm(x, weight, eps)[0]
-    if on_gpu(x.device) and x.dtype == weight.dtype:  # one kernel in place of seven
+    if on_gpu(x.device) and x.dtype == weight.dtype:  # one kernel instead of seven
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     if x.dtype != torch.float32:
         wide = x.float()
@@ -131,7 +132,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / rms(x).  (..., h) -> (..., 1)"""
+    """Compute 1 / rms(x).  (..., h) -> (..., 1)"""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
@@ -143,8 +144,10 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """rms_norm in fp32. torch has no fused kernel for a CPU; with autograd over its parts, both passes take three times
-    as long."""
+    """rms_norm in fp32.
+
+    torch has no fused kernel for a CPU; with autograd over its parts, both passes take three times as long.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -169,19 +172,19 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Order(NamedTuple):
-    """The rows of the experts, sorted by expert and then by token. n tokens, each with k experts."""
+    """The rows of the experts, sorted by expert and then by token. There are n tokens, each with k experts."""
 
     rows: Tensor  # (n k,) the token of each row
     inverse: Tensor  # (n, k) the rows of each token, by ascending expert
 
 
 def dispatch_rows(tokens: Tensor, order: Order) -> Tensor:
-    """The row of each expert of each token.  (n, h) -> (n k, h)"""
+    """Return the row of each expert of each token.  (n, h) -> (n k, h)"""
     return _DispatchRows.apply(tokens, *order)
 
 
 def combine_rows(rows: Tensor, order: Order) -> Tensor:
-    """The sum of the rows of each token, in a fixed order and rounded once.  (n k, h) -> (n, h)
+    """Sum the rows of each token, in a fixed order, rounded once.  (n k, h) -> (n, h)
 
     Megatron adds them by scatter_add_, in bf16 with a rounding for each row, and on an accelerator in any order.
     """
@@ -227,7 +230,7 @@ class Sequences(NamedTuple):
 
 
 def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
-    """Sequences with so many queries and keys each."""
+    """Return sequences with these numbers of queries and keys."""
     query_ends, key_ends = (
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
     )
@@ -235,16 +238,16 @@ def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequ
 
 
 def takes_sequences(query: Tensor) -> bool:
-    """Whether sequence_attention has a kernel for such queries: torch's flash attention, in 16 bits on a GPU."""
+    """Return whether sequence_attention has a kernel for such queries: torch's flash attention, in 16 bits on a GPU."""
     d = query.shape[-1]
     return on_gpu(query.device) and query.dtype in HALF and d % 8 == 0 and d <= 256 and _varlen_attention() is not None
 
 
 @functools.cache
 def _varlen_attention() -> Callable[..., Tensor] | None:
-    """torch's attention of sequences of any length; None before torch 2.11.
+    """Return torch's attention of sequences of any length, or None before torch 2.11.
 
-    2.11 takes fewer key/value heads than heads without asking; later versions want to be told.
+    2.11 accepts fewer key/value heads than heads without a flag; later versions need the flag.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -257,9 +260,9 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
 
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale: float) -> Tensor:
-    """Causal attention within each sequence, without a mask or padding. Only for queries that takes_sequences takes.
+    """Compute causal attention within each sequence, without mask or padding. takes_sequences must accept ``query``.
 
-    (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d).  The last query of a sequence sees all of its keys.
+    The last query of a sequence sees all of its keys.  (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d)
     """
     return _varlen_attention()(query, key, value, *sequences, scale=scale, window_size=(-1, 0))
 
@@ -273,9 +276,9 @@ def sortable(numbers: Tensor) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], which may have an index several times.  (M, ...), (K,) -> (K, ...)
+    """Return x[index], which may contain an index several times.  (M, ...), (K,) -> (K, ...)
 
-    The gradients of an index are summed in fp32 and in a fixed order: on a GPU index_put_ sorts them, where the
+    The gradients of an index are summed in fp32 and in a fixed order. On a GPU index_put_ sorts them, while the
     backward pass of index_select adds in any order.
     """
     return _Take.apply(x, index) if on_gpu(x.device) else x.index_select(0, index)
@@ -294,17 +297,17 @@ class _Take(torch.autograd.Function):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
+    """Compute causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
     if query.device.type == "npu":  # sparse_mode 2: causal, aligned at the first query and key
         return _npu_attention(query, key, value, scale, _causal_mask(query.device), sparse_mode=2)
     return _torch_attention(query, key, value, scale, is_causal=True)
 
 
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **kind: Any) -> Tensor:
-    """torch's attention. On a GPU each query head gets its own copy of the keys.
+    """Compute torch's attention. On a GPU each query head gets a separate copy of the keys.
 
-    device.select switches cuDNN's kernels off there. Of the others only the one that holds all scores in memory takes
-    shared key/value heads together with a mask or in fp32.
+    device.select switches cuDNN's kernels off there. Only one of the others accepts shared key/value heads together
+    with a mask or in fp32, and it stores all scores in memory.
     """
     if on_gpu(query.device):
         key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
@@ -314,23 +317,23 @@ def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
-    """(b, kv heads, T, d) -> (b, heads, T, d).  The backward pass of expand is a sum in a fixed order."""
+    """Repeat heads: (b, kv heads, T, d) -> (b, heads, T, d).  The backward pass of expand is a sum in a fixed order."""
     b, kv_heads, tokens, d = x.shape
     return x[:, :, None].expand(b, kv_heads, heads // kv_heads, tokens, d).flatten(1, 2)
 
 
 @functools.cache
 def _causal_mask(device: torch.device) -> Tensor:
-    """The mask that sparse_mode 2 needs for every T: true where a query must not attend.  -> (2048, 2048)"""
-    with torch.inference_mode(False):  # the sampler may make it, and the trainer's backward pass use it
+    """Return the mask that sparse_mode 2 needs for every T: true where a query must not attend.  -> (2048, 2048)"""
+    with torch.inference_mode(False):  # the sampler may create it, and the trainer's backward pass use it
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Attention where ``mask``, made by attention_mask, allows it.
+    """Compute attention where ``mask``, made by attention_mask, allows it.
 
-    (b, heads, S, d), (b, kv heads, T, d) twice, (b, 1, S, T) -> (b, heads, S, d). Every query must see at least one
-    key; otherwise its result is undefined.
+    Every query must see at least one key; otherwise its result is undefined.
+    (b, heads, S, d), (b, kv heads, T, d) twice, (b, 1, S, T) -> (b, heads, S, d)
     """
     if query.device.type == "npu":  # sparse_mode 0: any mask; by default its band of tokens covers all keys
         return _npu_attention(query, key, value, scale, mask, sparse_mode=0)
@@ -338,10 +341,10 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
 
 
 def attention_mask(hidden: Tensor) -> Tensor:
-    """What masked_attention takes on the device of ``hidden``, which is true where a query must not attend.
+    """Return the mask that masked_attention needs; ``hidden`` is true where a query must not attend.
 
-    On an NPU it is bool: op-plugin computes attention with any other mask by its formula, in fp32. Elsewhere it is fp32
-    with -inf there, which a layer in bf16 casts.
+    On an NPU it is bool, because op-plugin computes attention with any other mask by its formula, in fp32. On other
+    devices it is fp32 with -inf there, which a layer in bf16 casts.
     """
     if hidden.device.type == "npu":
         return hidden
@@ -349,7 +352,7 @@ def attention_mask(hidden: Tensor) -> Tensor:
 
 
 def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor, sparse_mode: int) -> Tensor:
-    """torch_npu's kernel; it has its own backward."""
+    """Call torch_npu's kernel, which has its own backward."""
     return _npu().npu_fusion_attention(
         query.contiguous(),
         key.contiguous(),
@@ -364,15 +367,15 @@ def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidd
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half.  (..., 2 w) -> (..., w)"""
-    if gate_up.device.type == "npu" and gate_up.numel():  # the kernel takes no empty tensor: experts without rows
+    """Compute silu(first half) * second half.  (..., 2 w) -> (..., w)"""
+    if gate_up.device.type == "npu" and gate_up.numel():  # the kernel accepts no empty tensor: experts without rows
         return _npu().npu_swiglu(gate_up.contiguous(), dim=-1)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
-    """swiglu(gate_up) times the probability of each row.  (N, 2 w), (N,) -> (N, w)"""
+    """Compute swiglu(gate_up) times the probability of each row.  (N, 2 w), (N,) -> (N, w)"""
     if gate_up.device.type == "npu":  # npu_swiglu has its own backward
         return swiglu(gate_up) * probs.unsqueeze(-1).to(gate_up.dtype)
     return _WeightedSwiglu.apply(gate_up, probs)
@@ -406,12 +409,12 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: x cos + (-second, first) sin, of the two halves of each head.  (..., d) -> (..., d)
+    """Compute the rotary embedding x cos + (-second, first) sin, of the two halves of each head.  (..., d) -> (..., d)
 
     ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have size 1 for b and heads.
     """
     if x.device.type == "npu":
-        if x.dim() == 3:  # as (T, 1, heads, d): older versions of the kernel take four axes only
+        if x.dim() == 3:  # as (T, 1, heads, d): older versions of the kernel accept only four axes
             return _npu().npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
         return _npu().npu_rotary_mul(x.contiguous(), cos, sin)
     first, second = x.chunk(2, dim=-1)

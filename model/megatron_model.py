@@ -2,7 +2,9 @@
 
 Router, dispatcher, parallel linears and embedding are Megatron's. RMSNorm, attention and grouped experts are ours, with
 one implementation for all devices; Megatron's layer spec inserts them. Rows are padded on the right and attention is
-causal, so no mask is needed. b rows, T tokens, h hidden size, N completion tokens, V vocabulary (V / tensor on a rank).
+causal, so no mask is needed.
+b is the number of rows, T of tokens, N of completion tokens, h the hidden size, and V the size of the vocabulary (V /
+tensor on a rank).
 """
 
 import functools
@@ -25,7 +27,7 @@ from parallel_setup import Parallel
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with a learned weight; it replaces Megatron's layer norms."""
+    """Root-mean-square norm with a learned weight, which replaces Megatron's layer norms."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        # A copy: a view would keep the whole QKV tensor alive until the backward pass.
+        # A copy, because a view would keep the whole QKV tensor alive until the backward pass.
         return kernels.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
@@ -62,7 +64,7 @@ class ProjectionNorm(RMSNorm):
 
 
 def build_for(model: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
-    """The shard of a run's model on this rank; see `build`."""
+    """Build this rank's shard of a run's model, as `build` does."""
     dtype = devices.DTYPES[model.dtype]
     return build(arch, parallel, dtype=dtype, recompute=model.recompute, quantisation=model.quantisation)
 
@@ -76,10 +78,10 @@ def build(
     aux_loss: float = 0.0,
     quantisation: str = "none",
 ) -> torch.nn.Module:
-    """The shard of the model on this rank, with uninitialised weights; huggingface.load fills it.
+    """Build this rank's shard of the model, with uninitialised weights; huggingface.load fills it.
 
-    ``aux_loss`` is the router's load-balancing coefficient, for the supervised warm start of tiny models only.
-    ``quantisation``: model.quantisation, of the routed experts.
+    ``aux_loss`` is the router's load-balancing coefficient, only for the supervised warm start of tiny models.
+    ``quantisation`` is model.quantisation, for the routed experts.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -108,11 +110,11 @@ def build(
             layer.mlp.router.routing = torch.enable_grad()(layer.mlp.router.routing)
     # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
-    return model.to(parallel.device).train()  # Megatron makes some weights on the CPU in any case
+    return model.to(parallel.device).train()  # Megatron creates some weights on the CPU in any case
 
 
 def _release_routes(moe_layer: torch.nn.Module, *unused) -> None:
-    """Drop the routes that Megatron's dispatcher holds until its next use.
+    """Drop the routes that Megatron's dispatcher keeps until its next use.
 
     Their autograd graph would keep the input of every layer and its gradient alive after the update.
     """
@@ -194,7 +196,7 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int):
         for name, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
             setattr(attention, name, ModuleSpec(module=ProjectionNorm, params={"heads": heads // tensor}))
     if is_moe:
-        # A functools.partial from Megatron 0.18 on, before that a ModuleSpec.
+        # a functools.partial from Megatron 0.18 on, before that a ModuleSpec
         mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, functools.partial) else layer.mlp.submodules
         mlp.experts = GroupedExperts
     return spec
@@ -204,7 +206,7 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int):
 
 
 def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
-    """The output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
+    """Return the output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
     T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. With ``packing``,
     ``tokens`` are its packed sequence.  (1, M) -> (M, 1, h)
@@ -213,7 +215,7 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
 
     x = model.embedding(input_ids=tokens, position_ids=None)  # (T / tensor, b, h); RoPE needs no position ids
     if model.config.recompute_granularity and torch.is_grad_enabled() and not x.requires_grad:
-        x.requires_grad_()  # a checkpointed layer returns gradients only if its input wants one
+        x.requires_grad_()  # a checkpointed layer returns gradients only if its input requires one
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.use(packing)
     longest = tokens.shape[1] if packing is None else packing.index.shape[1]
@@ -222,20 +224,20 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
         cos_sin = cos_sin[:, packing.position]
     x = model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=cos_sin)
     if model.config.sequence_parallel:
-        # Each tensor rank returns the gradient of its vocabulary shard only; the backward pass sums these.
+        # Each tensor rank returns only the gradient of its vocabulary shard; the backward pass sums these.
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
     return x
 
 
 class TokenStats(NamedTuple):
-    """Of the distribution from which each token of the rows was drawn; 0 for tokens that are not asked for."""
+    """Statistics of the distribution from which each token of the rows was drawn; 0 for tokens outside the mask."""
 
     logp: Tensor  # (b, T) log-probability of the token
     entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
 
 
 def head_weight(model: torch.nn.Module) -> Tensor:
-    """This rank's share of the output layer.  (V / tensor, h)"""
+    """Return this rank's share of the output layer.  (V / tensor, h)"""
     return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
 
 
@@ -247,11 +249,11 @@ def token_logprobs(
     temperature: float = 1.0,
     packing: Packing | None = None,
 ) -> TokenStats:
-    """Log-probability and distribution of every token where ``mask`` is 1.  (b, T), (b, T)
+    """Return the log-probability of every token where ``mask`` is 1, and the entropy there.  (b, T), (b, T)
 
-    Position t holds log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0.
-    Only masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at a time.
-    ``packing``, packing.pack of these rows, gives the same numbers from fewer tokens.
+    Position t has log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0. Only
+    masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at one time.
+    ``packing``, which is packing.pack of these rows, gives the same numbers from fewer tokens.
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -326,12 +328,12 @@ class _VocabularyLogProbs(torch.autograd.Function):
 
 
 def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The columns of ``local`` tokens in a slice of ``size``, and which of them are in it; others get any column."""
+    """Return the columns of ``local`` tokens in a slice of ``size``, and which are in it; others get any column."""
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
 def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
-    """The rows of ``hidden`` whose logits exist at a time."""
+    """Return the rows of ``hidden`` whose logits exist at the same time."""
     size = max(1, min(ROWS_PER_CHUNK, logits_per_chunk(hidden.device.type) // vocabulary))
     return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
 
@@ -342,8 +344,8 @@ def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 class GroupedLinear(torch.nn.Module):
     """One weight matrix per expert: row block e of x is multiplied by matrix e.
 
-    ``weight`` (E, in, out) is a parameter. With the ``quantisation`` int4 there are codes and scales of (E, out, in)
-    instead, which are buffers.
+    ``weight`` (E, in, out) is a parameter. With the ``quantisation`` int4, codes and scales of (E, out, in) replace it,
+    which are buffers.
     """
 
     def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str) -> None:
@@ -362,18 +364,18 @@ class GroupedLinear(torch.nn.Module):
         return Packed(self.codes, self.scales)
 
     def matrices(self, experts: slice) -> Tensor:
-        """The matrices of these experts, or what their codes stand for.  -> (e, in, out)"""
+        """Return the matrices of these experts, or those that their codes represent.  -> (e, in, out)"""
         return self.weight[experts] if self.quantisation == "none" else self.packed[experts].dequantised().mT
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """(N, in), (E,) -> (N, out)"""
-        if "weight" in self._parameters:  # its own, or one that LoRA has merged
+        """Multiply.  (N, in), (E,) -> (N, out)"""
+        if "weight" in self._parameters:  # the base weight, or one that LoRA has merged
             return kernels.grouped_mm(x, self.weight, tokens_per_expert)
         return kernels.quantised_grouped_mm(x, self.packed, tokens_per_expert)
 
 
 class GroupedExperts(torch.nn.Module):
-    """SwiGLU experts; the output of each row is multiplied by its routing probability."""
+    """SwiGLU experts. The output of each row is multiplied by its routing probability."""
 
     def __init__(self, num_local_experts: int, config, **unused) -> None:
         super().__init__()
@@ -382,7 +384,7 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """(N, h), (E,), (N,) -> (N, h) and no bias"""
+        """Compute the experts.  (N, h), (E,), (N,) -> (N, h) and no bias"""
         # The router weight commutes with the second matrix; applying it before is cheaper, since w < h.
         hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # of (N, 2 w), not kept: (N, w)
         return self.linear_fc2(hidden, tokens_per_expert), None

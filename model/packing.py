@@ -3,9 +3,10 @@
 The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
 nothing. Attention works on rows: the prompts attend to themselves, and the own tokens of each row (those after the
 prompt) attend to the row's prompt and to themselves. Every other operation works on single tokens, so it sees only the
-packed sequence of M tokens. A GPU takes its parts as sequences of any length; other kernels take the prompts as padded
-rows, and the own tokens as padded rows with a mask. b rows, T tokens of a row, P prompts, N the largest number of own
-tokens of a row, K keys; d head size.
+packed sequence of M tokens. A GPU takes its parts as sequences of any length. Other kernels take the prompts as padded
+rows, and the own tokens as padded rows with a mask.
+b is the number of rows, T of tokens per row, P of prompts, K of keys, and N the largest number of own tokens of a row.
+d is the head size.
 """
 
 import functools
@@ -18,34 +19,34 @@ from torch import Tensor
 
 from hardware import kernels
 
-KEYS = 16  # Rows attend to a multiple of so many keys: in bf16, torch's kernel for a CPU rounds odd numbers otherwise
+KEYS = 16  # Rows attend to a multiple of this many keys, because torch's bf16 kernel for a CPU rounds others otherwise
 
 
 @dataclass
 class Packing:
-    """Where the tokens of (b, T) rows are in the packed sequence. Padding has index 0, and no result reads it."""
+    """The positions of (b, T) rows' tokens in the packed sequence. Padding has index 0, and no result reads it."""
 
     source: Tensor  # (M,) index of each token in the flattened rows
     position: Tensor  # (M,) position of each token in its row, for RoPE
-    num_rows: Tensor  # (M,) the number of rows that have the token: of several for a prompt's, 0 for filler at the end
+    num_rows: Tensor  # (M,) how many rows have the token: several for a prompt's token, 0 for filler at the end
     index: Tensor  # (b, K) inverse map: position in the row -> index in the packed sequence
     prompt_index: Tensor  # (P, longest prompt) the prompts' tokens
     own_index: Tensor  # (b, N) the own tokens of each row; N is 0 if there are none
-    prompt_length: Tensor  # (b,) tokens of the prompt, which all own tokens of the row attend to
+    prompt_length: Tensor  # (b,) tokens of the prompt, to which all own tokens of the row attend
     result_index: Tensor  # (M,) index of each token's result in the flattened attention results [prompts; own]
     sequences: kernels.Sequences | None = None  # on a GPU: the prompts, the own tokens of each row, and filler
     sequence_keys: Tensor | None = None  # (Tk,) indices of their keys
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """kernels.attention_mask of what an own token attends to in its row, for all layers.  -> (b, 1, N, K)
+        """kernels.attention_mask of the keys to which an own token attends in its row, for all layers.  -> (b, 1, N, K)
 
         It is made at its first use, because a step has many micro-batches, and only one at a time needs its mask.
         """
         device = self.prompt_length.device
         own = torch.arange(self.own_index.shape[1], device=device)
         keys = torch.arange(self.index.shape[1], device=device)
-        # Padding attends to what an own token there would attend to, so no query is without a key.
+        # Padding attends to the keys to which an own token there would attend, so every query has a key.
         last = self.prompt_length[:, None, None, None] + own[:, None]  # (b, 1, N, 1)
         return kernels.attention_mask(keys > last)
 
@@ -54,7 +55,7 @@ class Packing:
         vars(self).pop("mask", None)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
+        """Compute causal attention within each row.  (M, heads, d), (M, kv heads, d) twice -> (M, heads x d)"""
         if self.sequences is not None and kernels.takes_sequences(query):
             key, value = (kernels.take(x, self.sequence_keys) for x in (key, value))
             return kernels.sequence_attention(query, key, value, self.sequences, scale=scale).flatten(1)
@@ -67,7 +68,7 @@ class Packing:
         return torch.cat(results).flatten(1).index_select(0, self.result_index)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The values of ``rows``, a value for each token, in the packed order.  (b, T, ...) -> (1, M, ...)
+        """Return the values of ``rows``, one for each token, in the packed order.  (b, T, ...) -> (1, M, ...)
 
         Rows that share a prompt have it once; its values are those of the first of these rows.
         """
@@ -83,11 +84,11 @@ class CausalAttention(torch.nn.Module):
         self.packing: Packing | None = None
 
     def use(self, packing: Packing | None) -> None:
-        """Until the next call the rows are packed like this, or not at all. Recompute needs it in a backward pass."""
+        """Pack the rows like this until the next call, or not at all. Recompute needs it in a backward pass."""
         self.packing = packing
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
-        """(T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); a packed sequence has b = 1"""
+        """Compute attention.  (T, b, heads, d), (T, b, kv heads, d) twice -> (T, b, heads x d); b is 1 if packed"""
         if self.packing is not None:
             # Not x[:, 0], whose backward pass copies the gradient into zeros.
             return self.packing.attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), self.scale)[:, None]
@@ -96,7 +97,7 @@ class CausalAttention(torch.nn.Module):
 
 
 def rows_of(packed: Tensor, index: Tensor) -> Tensor:
-    """The tokens of the packed sequence at ``index`` (r, t), as rows.  (M, heads, d) -> (r, heads, t, d)"""
+    """Return the tokens of the packed sequence at ``index`` (r, t), as rows.  (M, heads, d) -> (r, heads, t, d)"""
     taken = packed.flatten(1).index_select(0, index.flatten())
     return taken.view(*index.shape, *packed.shape[1:]).transpose(1, 2)
 
@@ -109,7 +110,7 @@ class _Row(NamedTuple):
 
     number: int
     prompt: tuple[int, ...]  # everything before its first trained token
-    end: int  # of the tokens that predict another one
+    end: int  # end of the tokens that predict another one
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
@@ -147,7 +148,7 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
 def _sequence(rows: list[_Row], b: int, width: int) -> tuple[list[int], Starts, Tensor, Tensor]:
     """Lay out the packed sequence: every prompt once, then the own tokens of each row.
 
-    It returns Packing's source without filler, the prompts' Starts, and Packing's index and prompt_length.
+    Returns Packing's source without filler, the prompts' Starts, and Packing's index and prompt_length.
     """
     source: list[int] = []
     prompt_start: Starts = {}
@@ -170,7 +171,7 @@ def _sequence(rows: list[_Row], b: int, width: int) -> tuple[list[int], Starts, 
 def _attention_rows(
     rows: list[_Row], prompt_start: Starts, index: Tensor, prompt_length: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out the rows of attention: Packing's prompt_index, own_index and result_index. ``size``: M."""
+    """Lay out the rows of attention: Packing's prompt_index, own_index and result_index. ``size`` is M."""
     longest_prompt = _up(max(len(prompt) for prompt in prompt_start))
     most_own = max(row.end - len(row.prompt) for row in rows)
     own_index = F.pad(index, (0, most_own)).gather(1, prompt_length[:, None] + torch.arange(most_own))
@@ -194,7 +195,7 @@ def _trained_rows(tokens: Tensor, mask: Tensor) -> list[_Row]:
 
 
 def _add_sequences(packing: Packing, rows: list[_Row], prompt_start: Starts, index: Tensor, filler: int) -> None:
-    """The packed sequence as a GPU's kernel takes it: its parts in order, each with the number of its queries."""
+    """Add the packed sequence in the form of a GPU's kernel: its parts in order, each with its number of queries."""
     queries, keys = [], []
     for prompt, start in prompt_start.items():
         queries.append(len(prompt))

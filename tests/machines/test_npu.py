@@ -385,6 +385,6 @@ def test_stand_in_of_the_other_tests_has_no_name_keyword_or_default_that_torch_n
 @pytest.mark.nightly
 def test_device_starts_up_and_megatron_is_imported_on_the_real_package(schema) -> None:
     started = schema["start-up"]
-    assert started.pop("rank 16").startswith("LOCAL_RANK: 16 needs 17 npu devices on this host, found 16")
+    assert started.pop("rank 16").startswith("LOCAL_RANK: 16 needs 17 npu devices on this host, which has 16")
     assert started == {"auto": "npu", "peak memory": 0.0, "cuda devices": 16, "megatron": True}
     assert schema["buffers"] == {name: {"hccl_buffer_size": mib} for name, mib in HCCL_BUFFER_MIB.items()}

@@ -307,9 +307,7 @@ def test_other_files_on_another_node_are_refused_on_all_ranks(models, taught, tm
     other = str(teachers.folder(named).with_name("step-000002"))
     cfg = training.in_layout(training.config(models["fp32"], tmp_path / "out", loss__teacher=named), "DP2")
     for _, message in training.in_world("DP2", read_files, cfg, "DP2", 2, other):
-        assert message.startswith(
-            f"loss.teacher, {named}: rank 1 did not read what rank 0 read; needed: the same files"
-        )
+        assert message.startswith(f"loss.teacher, {named}: rank 1 did not read what rank 0 read; use the same files")
     assert not list((tmp_path / "out").glob("*/run.json")), "no run has begun"
 
 

@@ -107,7 +107,7 @@ def refused_at_the_start(device: torch.device) -> dict[str, Callable]:
     return {
         "RuntimeError: device.adapt: megatron.core is imported already": lambda: with_modules("megatron.core"),
         "RuntimeError: device.adapt: transformers is imported": lambda: with_modules("mindspeed", "transformers"),
-        "InputError: LOCAL_RANK: 2 needs 3 npu devices on this host, found 2 (ASCEND_RT_VISIBLE_DEVICES is 4,5)": (
+        "InputError: LOCAL_RANK: 2 needs 3 npu devices on this host, which has 2 (ASCEND_RT_VISIBLE_DEVICES is 4,5)": (
             lambda: with_variables(devices.select, device, LOCAL_RANK="2", ASCEND_RT_VISIBLE_DEVICES="4,5")
         ),
         "InputError: train.deterministic: true, but HCCL_DETERMINISTIC is false": (

@@ -173,7 +173,7 @@ def choices(parallel: Parallel, path: Path, tokens: Tensor) -> dict:
     out: dict = {"refusals": []}
     model, _ = load(path, parallel)
     unchecked = LoraConfig.model_construct(**dict(lora_config()) | {"targets": ("linear_qkv", "linear_q")})
-    with pytest.raises(InputError, match="^lora.targets: linear_q matches no module of this model$"):
+    with pytest.raises(InputError, match="^lora.targets: linear_q matches no module of this model; remove it$"):
         lora_megatron.attach(model, unchecked, parallel, SEED)
     for targets in (("linear_fc1", "linear_fc2"), ("router",)):
         model, arch = load(path, parallel)

@@ -485,7 +485,7 @@ def test_two_launched_ranks_of_the_stand_in_npu_are_judged(fault: str, tmp_path:
     ("arguments", "said"),
     [
         ([TINY, "--ranks", "3"], "error: found 3 ranks; needed: one of [1, 2, 4, 8, 16]"),
-        ([TINY, "device=npu"], "error: device: npu: torch_npu is not installed; needed: requirements/npu.txt"),
+        ([TINY, "device=npu"], "error: device: npu: torch_npu is not installed; install requirements/npu.txt"),
         (["none.yaml"], "error: none.yaml: "),
     ],
 )

@@ -86,7 +86,7 @@ def test_rms_norm_is_that_of_transformers(dtype):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("npu", "device: npu: torch_npu is not installed; needed: requirements/npu.txt"),
+        ("npu", "device: npu: torch_npu is not installed; install requirements/npu.txt"),
         ("cuda", r"device: cuda: torch .* has no CUDA|sees no GPU"),
     ],
 )
@@ -106,7 +106,7 @@ def test_deterministic_sets_what_is_unset_and_refuses_the_contrary(monkeypatch):
     devices.set_environment("cuda", deterministic=True)
     assert environment == asked | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
     environment["NCCL_ALGO"] = "Tree"
-    with pytest.raises(InputError, match="NCCL_ALGO is Tree in the environment; needed: Ring, or unset"):
+    with pytest.raises(InputError, match="NCCL_ALGO is Tree in the environment; set it to Ring, or unset it"):
         devices.set_environment("auto", deterministic=True)
 
 

@@ -93,13 +93,13 @@ LAYOUT = [
         NEW, "tiny_model.vocab_size=319", "parallel.tensor=2", "--ranks=2"),
     row("ranks of a run", "--ranks: 2 cannot be used; give ... --check (torchrun starts ranks)", "--ranks=2", run=True),
     row("half a torchrun", "environment's WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but others ... "
-        "needed: all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
+        "set all of RANK, WORLD_SIZE,", variables(RANK="0"), run=True),
 ]
 MODEL = [
     row("no model", "model.path: Qwen/Qwen3 has no config.json; give the folder of a Hugging Face model",
         "tiny_model=null", "model.path=Qwen/Qwen3"),
     row("config.json cut", "model/config.json: not valid JSON", model(cut("config.json"))),
-    row("no tokenizer", "no tokenizer found; needed: tokenizer.json", model(file("tokenizer.json", None))),
+    row("no tokenizer", "no tokenizer found; add tokenizer.json", model(file("tokenizer.json", None))),
     row("a template that opens no turn", "a prompt ends with '<|im_end|>\\n' after the question",
         model(lambda m: (m / "tokenizer_config.json").write_text((m / "tokenizer_config.json").read_text().replace(
             "add_generation_prompt", "no_such_flag")))),
@@ -120,7 +120,7 @@ DATA = [
         questions(test=HELD_OUT + QUESTIONS.splitlines()[0].replace("What is", " What \u00a0 is") + "\n")),
     row("turns written as text", "train.jsonl, row 1: question: found ",
         questions(json.dumps({"question": str([{"role": "user", "content": "1?"}]), "answer": "#### 1"}) + "\n")),
-    row("a special token in a question", "train.jsonl, row 2: user turn: found '<|im_end|>', a special token",
+    row("a special token in a question", "train.jsonl, row 2: user turn: contains '<|im_end|>', a special token",
         questions(QUESTIONS.replace("What is 4", "What <|im_end|> is 4"))),
     row("images beside the questions", "test.jsonl, row 1: images: found ['a.png']",
         questions(test=HELD_OUT.replace('"answer"', '"images": ["a.png"], "answer"'))),
@@ -321,7 +321,7 @@ def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
     values = [f"data.{part}_path={tmp_path}/{part}.jsonl" for part in ("train", "test")]
     values += ["data.source=gsm8k", "eval.sets={}", f"model.path={model_dir}", f"train.out_dir={tmp_path}/out"]
     arguments = [f"{ROOT}/configs/{name}.yaml", *values]
-    away = "device: npu: torch_npu is not installed; needed: requirements/npu.txt"
+    away = "device: npu: torch_npu is not installed; install requirements/npu.txt"
     assert exit_code([*arguments, "--check", "--ranks", str(ranks)]) == 0
     line, start = capfd.readouterr().out.splitlines()[-2:]
     assert line == f"not checked: the device and the engine on it ({away})"

@@ -585,7 +585,7 @@ def test_ranks_that_have_read_other_files_are_told_before_they_measure(model, tm
         (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
     log = tmp_path / "log"
     assert world.as_torchrun(2, measured_in, tmp_path, log=log) == [2, 2]
-    assert f"error: {named}: rank 1 did not read what rank 0 read; needed: the same files" in log.read_text()
+    assert f"error: {named}: rank 1 did not read what rank 0 read; use the same files" in log.read_text()
 
 
 def test_the_command_refuses_an_engine_that_cannot_run_the_model(model, tmp_path) -> None:

@@ -499,7 +499,7 @@ def test_a_list_of_turns_is_the_prompt_and_names_with_dots_lead_into_objects(tok
     assert (
         question_files.read(Path(path), {"question": "messages", "answer": "reward_model.style"})[0][0].gold == "rule"
     )
-    with pytest.raises(InputError, match=r"data.system: the question 'and 2\+2\?' has a system turn; needed: one of"):
+    with pytest.raises(InputError, match=r"data.system: the question 'and 2\+2\?' has a system turn; remove one of"):
         data_gsm8k.load(own(path, "messages", "reward_model.ground_truth", system="Hi"), "train", tokenizer, seed=0)
     # The same reader for GSM8K's forms, whose gold answer is the number after the mark.
     write_jsonl(Path(path), [{"messages": messages, "answer": "so\n#### 4"}])
@@ -673,7 +673,7 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tokenizer: Any
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="absent: no tokenizer found; needed: tokenizer.json"):
+    with pytest.raises(InputError, match="absent: no tokenizer found; add tokenizer.json"):
         data_gsm8k.load_tokenizer(tmp_path / "absent")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes()[:-100])
@@ -753,7 +753,7 @@ CHOICE = "{% if enable_thinking == 'off' %}<think></think>{% else %}{{ enable_th
 def test_a_switch_of_a_template_takes_true_or_false_alone(name: str, template: str, value: Any, tokenizer: Any) -> None:
     """A template takes every text for true, and 0 is not false for `is false`: the model would go on thinking."""
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match="data.chat_template_kwargs.enable_thinking: expected true or false, found "):
+    with pytest.raises(InputError, match="data.chat_template_kwargs.enable_thinking: must be true or false, not "):
         data_gsm8k.prompt_ids(ASKED, tokenizer, data(chat_template_kwargs={"enable_thinking": value}))
 
 
@@ -788,7 +788,7 @@ UNFIT = {  # template, section, message
     "no template": (
         None,
         {"chat_template_kwargs": {"enable_thinking": False}},
-        "found enable_thinking; needed: none, this tokenizer has no chat template",
+        "enable_thinking has no effect, because this tokenizer has no chat template",
     ),
 }
 
