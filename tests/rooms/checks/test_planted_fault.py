@@ -482,6 +482,8 @@ def test_merges_on_a_grid_repeat_to_the_byte_and_need_both_sides_for_one_policy(
     sampler_alone, trainer_alone, both = gaps.values()
     assert both < 1e-5 < 1e-2 < min(sampler_alone, trainer_alone)
     folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
     first, second = (train(folder, script, "coarse_stochastic=1")[1:] for folder in folders)
     assert first == second
     _, fixed, _ = train(folders[0], script, "coarse_fixed=1")
