@@ -208,11 +208,9 @@ class LoRAGroupedLinear(Adapter):
         changes = self.A._version, self.B._version
         if self.buffer is not None and self.buffer_changes == changes:
             return self.buffer
-        weight = (
-            torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
-            if self.buffer is None
-            else self.buffer
-        )
+        weight = self.buffer
+        if weight is None:
+            weight = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.A.device)
         for part in merged_parts(self.base.shape):
             self.merged(self.base.matrices(part), part, out=weight[part])
         self.buffer_changes = changes
