@@ -194,9 +194,9 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 
 @contextlib.contextmanager
 def _groups_on(device: torch.device) -> Iterator[None]:
-    """A context in which Megatron makes its groups on the backend of ``device``, with its options.
+    """Let Megatron create its groups on the backend of ``device``, with its options, in this block.
 
-    On a CPU each set of ranks gets one group. Megatron makes several of some sets, and each has threads that poll.
+    On a CPU each set of ranks gets one group. Megatron creates several for some sets, and each has threads that poll.
     """
     from megatron.core import parallel_state
 

@@ -45,7 +45,7 @@ def pick(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Te
 
     Without ``uniform`` the choice is greedy, and the log-probability is that of temperature 1.
     """
-    # As in the trainer, so that both round alike: megatron_model._VocabularyLogProbs.
+    # Both steps round as in the trainer: megatron_model._VocabularyLogProbs.
     scores = logits.float() if temperature in (0, 1) else logits.float() / temperature
     scores = scores - scores.amax(-1, keepdim=True)
     probs = scores.exp()  # times their sum

@@ -119,9 +119,9 @@ class Decoder:
         return y
 
     def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
-        """``part`` of the experts of a layer, with their adapters if they have any.  (N, in) -> (N, out)
+        """Apply ``part`` of a layer's experts, with their adapters if they have any.  (N, in) -> (N, out)
 
-        ``blocks``: the number of rows of each expert, and where they end, (E,) each.
+        ``blocks`` has the number of rows of each expert, and where they end, (E,) each.
         """
         y = kernels.grouped_mm(x, self.layers[layer][part], *blocks)
         if part in self.factors[layer]:

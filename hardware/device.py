@@ -284,10 +284,10 @@ DISTRIBUTED_TENSORS = "torch.distributed._tensor"
 def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
-    While it is imported, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a
-    second, for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import.
-    An object takes the place of the modules in UNUSED. A stand-in for triton itself would make torch use it as the real
-    one. If Megatron cannot import torch's distributed tensors, it does without them; whoever imports them after this
+    At its import, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a second,
+    for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import. An
+    object replaces each module in UNUSED. A stand-in for triton itself would make torch use it as the real one. If
+    Megatron cannot import torch's distributed tensors, it works without them. Code that imports them after this
     function gets the real ones.
     """
     if device.type == "cpu":

@@ -34,10 +34,11 @@ def _npu():
 
 
 def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tensor | None = None) -> Tensor:
-    """Row block e of ``x`` times ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
+    """Multiply row block e of ``x`` by ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
 
     The rows are sorted by expert. Autograd computes a weight gradient only for a weight that requires it, so frozen
-    experts need no (E, h, o) gradient. ``ends``: the cumulative sum of ``tokens_per_expert`` in int32, if it is known.
+    experts need no (E, h, o) gradient. ``ends`` is the cumulative sum of
+    ``tokens_per_expert`` in int32, if it is known.
     """
     if x.device.type == "npu":
         if len(weight) == 1 or not len(x):  # the kernel needs at least two groups and one row
