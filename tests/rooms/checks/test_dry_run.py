@@ -153,7 +153,7 @@ def test_launches_of_a_merge_and_of_a_push_do_not_grow_with_the_experts(found):
 @pytest.mark.parametrize("layout", ON_CUDA, ids=str)
 def test_the_plan_agrees_with_the_dry_run_of_a_gpu(layout, on_cuda):
     assert not apart(on_cuda[layout]), on_cuda[layout]
-    assert on_cuda[layout]["device"].startswith("cuda: its branches of hardware/kernels.py on a stand-in device")
+    assert on_cuda[layout]["device"].startswith("cuda: its branches of hardware/kernels.py on a simulated device")
 
 
 @pytest.mark.ci
