@@ -1,4 +1,4 @@
-"""Measures accuracy on held-out questions, with the engine and reward of the training, without noise on the weights.
+"""Measures accuracy on held-out questions, with the engine and reward of training, without noise on the weights.
 
 Each question gets a greedy answer and k sampled answers, which give a mean and pass@k. The outcome of every question is
 stored.

@@ -141,7 +141,7 @@ def merged_part(
 ) -> list[Tensor]:
     """Merge the ``weights`` of adapted.names(part) with the same multiplications as the trainer.
 
-    A product of the transposed factors, or of other rows together, may round differently.
+    A product of the transposed factors, or of a different set of rows, may round differently.
     """
     module, scale = adapted.module, alpha / adapted.rank
     a, b = factors[f"{adapted.name}.A"], factors[f"{adapted.name}.B"]

@@ -62,7 +62,7 @@ Paths = Annotated[str | tuple[str, ...], PlainValidator(_paths), AsWritten]
 
 
 def _logged(value: Any) -> str | int:
-    """Return "all" or a number of questions. Raises ValueError for other values."""
+    """Return ``value``, which is "all" or a number of questions. Raises ValueError for other values."""
     if value == "all" or (type(value) is int and 0 <= value <= 10**9):
         return value
     raise ValueError("'all' or a number of questions, 0 or more")

@@ -94,7 +94,8 @@ class Learner:
     def sampling_policy(self) -> contextlib.AbstractContextManager:
         """Set the adapters to those of rollout.staleness training steps ago in this block.
 
-        Before a step, they are about to sample. During the step, until _keep_factors, they have sampled its rollout.
+        Before a step, these adapters will sample its rollout. During the step, until _keep_factors is called, they are
+        the ones that sampled it.
         """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 

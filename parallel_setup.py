@@ -88,7 +88,7 @@ def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 def start_device(name: str, train: TrainConfig) -> torch.device:
-    """Return the device that ``name`` means here, with its libraries imported and adapted.
+    """Import and adapt the libraries of the device that ``name`` means on this machine, and return the device.
 
     Call this before the first import of transformers. Raises InputError if the device cannot be used.
     """
@@ -281,7 +281,7 @@ class Parallel:
     # -------------------------------------------------------------------------------- small values, over all ranks
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Gather equal shapes from every rank, in rank order, on the host.  (n, ...) -> (world_size, n, ...)"""
+        """Gather rows of equal shape from every rank, in rank order, on the host.  (n, ...) -> (world_size, n, ...)"""
         rows = rows.cpu().contiguous()
         out = rows.new_empty((self.world_size, *rows.shape))
         dist.all_gather_into_tensor(out.flatten(0, 1), rows)

@@ -194,7 +194,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 
 
 def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], kind: comparisons.Kind) -> None:
-    """Print how each other variant differs from the first one, in settings and in answers over the seeds."""
+    """Print how each other variant differs from the first one: in its settings, and in accuracy over the seeds."""
     base, *others = variants
     entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)

@@ -39,7 +39,7 @@ def answer(record: dict) -> None:
 
 
 def watch(owner, name: str, see) -> None:
-    """In the first step call ``see`` with what ``owner.name`` returns."""
+    """Wrap ``owner.name`` so that ``see`` is called with its result in the first step."""
     function = getattr(owner, name)
 
     def run(*args, **kwargs):
@@ -92,7 +92,7 @@ class Turns(TrainerCallback):
 
 
 def of_characters(completions, **kwargs) -> list[float]:
-    """cases.reward for completions in the form that TRL gives them."""
+    """Compute cases.reward for completions in the form in which TRL passes them."""
     return [sum(map(ord, completion[0]["content"])) % 100 / 100 for completion in completions]
 
 

@@ -317,7 +317,7 @@ def is_folder(stack: str) -> bool:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether a row is good: the given adapter must be applied; a probe may be refused, which is not silent."""
+    """Return whether a row is good: the given adapter must be applied; a probe may be applied or openly refused."""
     refused = row["verdict"] == "refused" and not row["probe"].startswith(probes.GIVEN)
     return refused or row["verdict"] == "applied"
 

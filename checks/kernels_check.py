@@ -298,7 +298,7 @@ def summary(results: list[dict]) -> list[dict]:
 
 
 def worst(rows: list[dict]) -> dict:
-    """Return the largest errors and the longest time of the rows of one operator and dtype, and what was wrong."""
+    """Combine the rows of one operator and dtype: the largest errors, the longest time, and all faults."""
     largest = {part: max(row[part] for row in rows) for part in ("forward", "backward", "milliseconds")}
     return {key: value for key, value in rows[0].items() if key != "rank"} | largest | {
         "wrong": sorted({way for row in rows for way in row["wrong"]}, reverse=True),

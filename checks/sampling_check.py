@@ -82,8 +82,9 @@ def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
 def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
     """Return every statistic: whether it is right, a text for a reader, and its values, most of them one per replica.
 
-    In ``batch`` every replica gets every prompt twice; ``again`` is the same once more. ``first`` has first tokens
-    after the prompts of ``logp``. There each replica is checked alone, because every two of its tokens are compared.
+    In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has first tokens
+    after the prompts of ``logp``. In ``first`` each replica is checked alone, because every two of its tokens are
+    compared.
     """
     repeated, expected, p_value = repeats(batch, replicas)
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])

@@ -65,7 +65,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """Use torch's own torch.compile in this block if graphs are captured, and restore the other one afterwards."""
+    """If graphs are captured, use torch's own torch.compile in this block, and restore the replaced one afterwards."""
     found = torch.compile
     wanted = found if enforce_eager else TORCH_COMPILE
     if wanted is not found and wanted.__module__ != "torch":

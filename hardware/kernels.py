@@ -180,7 +180,7 @@ class Order(NamedTuple):
 
 
 def dispatch_rows(tokens: Tensor, order: Order) -> Tensor:
-    """Return the row of each expert of each token.  (n, h) -> (n k, h)"""
+    """Return a copy of each token's row for each of its experts, in the order of ``order``.  (n, h) -> (n k, h)"""
     return _DispatchRows.apply(tokens, *order)
 
 

@@ -119,10 +119,10 @@ class RoutingReplay:
             router.routing = functools.partial(self._routing, router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return probabilities and map of one MoE layer's router, of recorded or chosen experts.
+        """Return the probabilities and the map of one MoE layer's router, for the recorded or the chosen experts.
 
-        They come from ``native``, Megatron's routing, unless this object records or replays.  (tokens, E) -> (N, E)
-        twice
+        They come from ``native``, Megatron's routing, unless this object records or replays.
+        (tokens, E) -> (N, E), (N, E)
         """
         if self.routes is None and self.written is None:
             return native(logits, *args, **kwargs)

@@ -100,7 +100,7 @@ class Machine:
             return ""
 
     def number(self, name: str, unset: str) -> int:
-        """Return the whole number in an environment variable, or in ``unset`` if there is none; otherwise -1."""
+        """Return the whole number in the variable ``name``, or in ``unset`` if it is not set; -1 for any other text."""
         text = self.env.get(name, unset).strip()
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
 
@@ -196,7 +196,7 @@ def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
 
 
 def installed(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
-    """Check the version of a package, which is "" if it is not installed."""
+    """Check a package's version with ``is_right``, which gets "" if the package is not installed."""
     version = machine.version(name) or ""
     return is_right(version), version or "not installed"
 

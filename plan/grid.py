@@ -37,7 +37,7 @@ class RankGrid:
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """Kind of group -> its size, and the distance between neighbours in it."""
+        """The size of each kind of group, and the distance between neighbouring ranks in it."""
         return {
             "tensor": (self.tensor, 1),
             "data": (self.data, self.tensor),

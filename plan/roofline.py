@@ -195,7 +195,7 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
 def optimizer_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, updates: int
 ) -> dict[str, float]:
-    """Return the seconds of all optimizer steps: the sum of fp32 gradients over ranks, and AdamW's memory traffic."""
+    """Return the seconds of all optimizer steps: of summing fp32 gradients over ranks and of AdamW's memory traffic."""
     size = 4 * lora_parameters(arch, lora, layout)
     # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {

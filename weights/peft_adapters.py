@@ -93,7 +93,7 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
 
 
 def _leaves(fused: str) -> tuple[str, ...]:
-    """Return the matrices of an expert that one parameter contains."""
+    """Return the names of an expert's matrices that the parameter ``fused`` contains."""
     return ("gate", "up") if fused == "gate_up_proj" else ("down",)
 
 

@@ -72,7 +72,7 @@ class Policy:
 
     @contextlib.contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the factors other ``values`` in this block."""
+        """Set the factors to ``values`` in this block, and restore them afterwards."""
         own = self.copied_factors()
         adapter_weights.copy_(self.factors, values)
         try:
