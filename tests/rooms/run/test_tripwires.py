@@ -99,8 +99,8 @@ def test_the_reference_is_the_policy_without_its_update_but_for_kernels_that_rou
     for gap in (None, sound, broken, broken, math.nan):
         watch.reference(0, gap)
     (line,) = said
-    assert line.startswith("warning: checks.reference_kl: step 1: ") and f"{broken:.2g} nats a token" in line
-    with pytest.raises(Tripped, match="nan nats a token"):
+    assert line.startswith("warning: checks.reference_kl: step 1: ") and f"{broken:.2g} nats per token" in line
+    with pytest.raises(Tripped, match="nan nats per token"):
         Tripwires(training.config(Path("none"), Path("none"), **changes), print).reference(0, math.nan)
 
 
@@ -734,7 +734,7 @@ def test_the_reported_difference_of_the_reference_is_the_mean_over_the_tokens_of
     cfg = training.config(model, tmp_path, **FEW | {"train__steps": 1, "loss__kl": "abs"})
     reports = raised(FAULTS["adapters do not start at 0"], cfg, layout)
     (row,) = training.metrics(training.only_run(cfg))
-    assert row["actor/kl_loss"] > 1e-3 and f"differ by {row['actor/kl_loss']:.2g} nats a token" in reports[0][1]
+    assert row["actor/kl_loss"] > 1e-3 and f"differ by {row['actor/kl_loss']:.2g} nats per token" in reports[0][1]
 
 
 # ------------------------------------------------------------------------------------------------ faults of a resume
@@ -743,7 +743,7 @@ def test_the_reported_difference_of_the_reference_is_the_mean_over_the_tokens_of
 NOT_RESTORED = {
     "moments are not restored": "optimizer model.layers.0.self_attn.qkv_proj.A.exp_avg",
     "adapters are not restored": "adapter model.layers.0.self_attn.qkv_proj.A",
-    "the step count is not restored": "optimizer_steps 0 for 5",
+    "the step count is not restored": "optimizer_steps 0 instead of 5",
 }
 
 
