@@ -287,19 +287,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, print a line about its result or error, and return the exit code, which is 2 on InputError."""
     parser = argparse.ArgumentParser(description="Write a run's trained model for other programs.")
     parser.add_argument(
-        "run", metavar="RUN", type=path_option, help="folder of a run, or for --probes of a PEFT adapter"
+        "run", metavar="RUN", type=path_option, help="folder of a run, or with --probes of a PEFT adapter"
     )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument(
         "--merged", metavar="DIR", type=path_option, help="write a Hugging Face model with LoRA merged into it"
     )
     kind.add_argument("--adapter", metavar="DIR", type=path_option, help="write a PEFT adapter for the base model")
-    kind.add_argument("--probes", metavar="DIR", type=path_option, help="write the probes for preflight.py --adapter")
+    kind.add_argument(
+        "--probes", metavar="DIR", type=path_option, help="write adapters and log-probs for preflight.py --adapter"
+    )
     parser.add_argument(
         "--form", choices=READ_BY, default="stack", help="with --adapter: stack for transformers 5, leaf for 4"
     )
     parser.add_argument(
-        "--base", metavar="MODEL", type=text_option, help="with --probes of a PEFT adapter: its base model"
+        "--base",
+        metavar="MODEL",
+        type=text_option,
+        help="with --probes: base of a PEFT adapter (default: the model it names)",
     )
     parser.add_argument("--step", metavar="N", type=int, help="number of steps of the checkpoint (default: newest)")
     parser.add_argument(

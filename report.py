@@ -316,7 +316,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="answers after N steps (default: the last)",
     )
     showing.add_argument("--only", choices=completions.OUTCOMES, default="", help="completions with this outcome")
-    showing.add_argument("--question", default="", metavar="ID", help="only this question, e.g. test:20")
+    showing.add_argument("--question", default="", metavar="ID", help="only this question, e.g. test:20, in all files")
     showing.add_argument(
         "--diff", nargs=2, type=text_option, metavar=("A", "B"), help="two evaluations: steps of this run, or two runs"
     )

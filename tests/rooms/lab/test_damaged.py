@@ -136,11 +136,11 @@ def test_a_commit_is_a_hash_or_is_refused(commit: str, made: Path) -> None:
     if commit == "0123456":
         assert "git worktree add --detach ../rerun-base-seed1 0123456\n" in report.rerun_commands(record, made)
         return
-    with pytest.raises(InputError, match="base-seed1.*commit: found"):
+    with pytest.raises(InputError, match="base-seed1.*commit: must match"):
         report.rerun_commands(record, made)
 
 
 @pytest.mark.parametrize("name", ["a\ntouch RAN", "a; touch RAN", "../x", "$(touch RAN)"])
 def test_a_record_of_a_name_that_is_none_is_refused(name: str, made: Path) -> None:
-    with pytest.raises(InputError, match="id: found"):
+    with pytest.raises(InputError, match="id: must match"):
         report.rerun_commands(records.load_record(made / "results", "base-seed1")._replace(id=name), made)

@@ -743,7 +743,7 @@ def test_the_reported_difference_of_the_reference_is_the_mean_over_the_tokens_of
 NOT_RESTORED = {
     "moments are not restored": "optimizer model.layers.0.self_attn.qkv_proj.A.exp_avg",
     "adapters are not restored": "adapter model.layers.0.self_attn.qkv_proj.A",
-    "the step count is not restored": "optimizer_steps 0 for 5",
+    "the step count is not restored": "optimizer_steps 0 instead of 5",
 }
 
 
