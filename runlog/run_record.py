@@ -265,7 +265,7 @@ def changed_inputs(
             if now.get(name) != was.get(name) and not name.startswith("."):
                 path = files.get(kind, {}).get(name, model / name if kind == "model" else name)
                 before, after = _state(was.get(name)), _state(now.get(name))
-                lines.append(f"{path}: was {before} when {record.parent} was started, is {after} now")
+                lines.append(f"{path}: has changed since {record.parent} was started: {before} -> {after}")
     return lines
 
 

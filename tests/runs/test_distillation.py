@@ -240,7 +240,7 @@ def test_a_resume_with_another_teacher_or_none_is_refused(eight, models, taught,
     other = teachers.folder(str(taught["fp32"])).with_name("step-000002")
     assert other.is_dir()
     for named, accept, expected in (
-        (str(other), "refuse", f"{other}/adapter.safetensors: when {copy} was started sha256 "),
+        (str(other), "refuse", f"{other}/adapter.safetensors: has changed since {copy} was started: sha256 "),
         (None, "refuse", "loss.teacher: "),
         (None, "accept", "loss.teacher: "),
     ):

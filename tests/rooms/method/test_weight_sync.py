@@ -460,7 +460,7 @@ def refusals(parallel: Parallel, path: Path) -> None:
             plant(patch)
             engine = TorchSampler(arch, stop_tokens=set(), pad_token=0)
             push = Push(way_of(cfg, policy), engine)
-            differ = f"after {when} sampler and trainer differ by"
+            differ = f"after {when}, the log-probs of sampler and trainer on the probe differ by"
             with pytest.raises(Tripped, match=differ) if when else contextlib.nullcontext():
                 push.check_start(PROBE)
 
@@ -476,7 +476,7 @@ def test_the_engine_is_the_one_that_the_configuration_asks_for(path: Path, monke
     arch = hf_config.read(path)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     factory.open_engine(local_config(path, {}, True), arch, torch.device("cpu"), {1}, 0)
-    with pytest.raises(InputError, match="device cpu packs vLLM's weights"):
+    with pytest.raises(InputError, match="vLLM packs its weights on device cpu"):
         factory.check_engine(local_config(path, {}, True), arch, 4)
     factory.check_engine(local_config(path, {}, False), dataclasses.replace(arch, head_dim=32), 4)
     assert asked == ["colocated", "checked", "checked"]

@@ -722,6 +722,9 @@ def test_the_file_and_what_it_imports_are_inputs_of_the_run(tmp_path: Path) -> N
     assert run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path)) == []
     (tmp_path / "part.py").write_text("value = 2.0\n")
     (line,) = run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))
-    assert line.startswith(f"{tmp_path / 'part.py'}: was ") and "is sha256" in line
+    assert line.startswith(f"{tmp_path / 'part.py'}: has changed since ") and "-> sha256" in line
     (tmp_path / "mine.py").unlink()
-    assert "mine.py: was" in run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))[0]
+    assert (
+        "mine.py: has changed"
+        in run_record.changed_inputs(tmp_path, run_record.input_files(cfg), Path(cfg.model.path))[0]
+    )
