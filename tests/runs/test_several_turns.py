@@ -121,7 +121,7 @@ def test_a_changed_file_of_the_environment_is_refused_at_a_resume(model, tmp_pat
     file.write_text("def say(turns, row):\n    return ''\n")
     longer = cfg.changed(train={"steps": 2, "resume": str(training.only_run(cfg))})
     ((kind, message),) = training.raised(lambda patch: None, longer)
-    assert kind is InputError and str(file) in message and "now sha256" in message, message
+    assert kind is InputError and str(file) in message and "-> sha256" in message, message
 
 
 def test_a_run_with_turns_goes_on_with_the_bytes_of_a_longer_run(model, tmp_path) -> None:

@@ -580,7 +580,7 @@ ON_RANK_1 = {  # fault of one rank's engine: (function that plants it, changes t
     "other norms": (
         FAULTS["the engine has larger norms on rank 1"],
         {},
-        ["checks.logp_gap", "step 1", "on rank 1 alone"],
+        ["checks.logp_gap", "step 1", "only on rank 1"],
     ),
     "no norms taken": (
         FAULTS["the engine ignores pushed norms on rank 1"],
