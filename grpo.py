@@ -1,4 +1,4 @@
-"""Steps 3 and 4 as plain tensor functions: advantages, KL estimates, policy losses, and their aggregation.
+"""Computes advantages, KL estimates, policy losses and their aggregation with plain tensor functions (steps 3 and 4).
 
 This file needs only torch.
 

@@ -1,4 +1,4 @@
-"""Every key of a configuration, with its type, default, bounds, and a sentence that says what it does.
+"""Defines every key of a configuration, with its type, default, bounds, and a sentence that says what it does.
 
 inputs/config.py reads a YAML file into these classes. P is the number of prompts per step, G the number of completions
 per prompt, and R the LoRA rank.

@@ -1,4 +1,4 @@
-"""Step 4: turn a rollout into optimizer steps on the LoRA adapters.
+"""Turns a rollout into optimizer steps on the LoRA adapters (step 4).
 
 The loss of an update is one number over all its tokens on all ranks. Each micro-batch adds its share of it, so neither
 the number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b rows, T tokens of a row.

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) for Megatron's linear layers, for the grouped experts, and for the router.
+"""Adds LoRA (arXiv 2106.09685) to Megatron's linear layers, to the grouped experts, and to the router.
 
 y = base(x) + (alpha / R) B A x, with factors in fp32. A starts random and B starts at zero, so an adapted model starts
 as its base. A column-parallel linear holds all of A, and B split by output rows; a row-parallel linear holds A split by

@@ -1,4 +1,4 @@
-"""Ranks, process groups and reductions: tensor, expert and data parallelism with Megatron's groups.
+"""Sets up ranks and Megatron's process groups for tensor, expert and data parallelism, and reduces values over them.
 
 The rank grid is tensor (TP) x data (DP) for everything but the experts, and expert (EP) x expert_data for the experts:
 TP x DP = EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.

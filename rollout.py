@@ -1,4 +1,4 @@
-"""Step 2: sample G completions for each prompt and score them.
+"""Samples G completions for each prompt and scores them (step 2).
 
 P is the number of prompts, G the number of completions per prompt, S = P x G the number of sequences, and
 N = max_new_tokens. A replica is a group of rollout.tensor ranks that share one copy of the model. Replica r of

@@ -1,4 +1,4 @@
-"""GRPO with LoRA on a mixture-of-experts model: this file connects the parts and shows the method, step by step.
+"""Trains a mixture-of-experts model by GRPO with LoRA: connects the parts and shows the method, step by step.
 
     torchrun --nproc_per_node=16 train_grpo.py configs/qwen3.yaml [section.key=value ...]
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop

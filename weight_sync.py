@@ -1,4 +1,4 @@
-"""Step 1: send the policy to the engine, first the whole model, later only what training changes, with AQN noise.
+"""Sends the policy to the engine (step 1): at first the whole model, then what training changes, with AQN noise.
 
 If rollout.sync is adapter, the engine keeps the base weights and gets the LoRA factors. If it is merged, the engine
 gets whole weights with LoRA merged into them. Every push starts from the clean weights, so noise never accumulates.

@@ -83,8 +83,8 @@ def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replic
     """Return every statistic: whether it is right, a text for a reader, and its values, most of them one per replica.
 
     In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has first tokens
-    after the prompts of ``logp``. In ``first`` each replica is checked alone, because every two of its tokens are
-    compared.
+    after the prompts of ``logp``. chi_square counts the tokens of ``first`` in classes, separately for each replica.
+    repeats compares every two completions of a prompt in ``batch``, those of all replicas together.
     """
     repeated, expected, p_value = repeats(batch, replicas)
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])
