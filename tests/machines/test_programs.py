@@ -194,7 +194,10 @@ def test_a_stage_that_does_not_end_is_ended_with_its_processes_at_its_limit(hour
     (hour.folder / "doctor").write_text(HANGS)
     code, ran, _ = hour.start(MINUTES="0.1")
     assert code == 1 and len(ran) == len(NAMES) - 1
-    assert hour.report()["doctor"]["reason"] == "ended after its limit of 0.1 minutes; the last line of its log: stands still"
+    assert (
+        hour.report()["doctor"]["reason"]
+        == "ended after its limit of 0.1 minutes; the last line of its log: stands still"
+    )
     assert ended((hour.folder / "child").read_text().strip())
 
 
