@@ -196,7 +196,8 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 def _groups_on(device: torch.device) -> Iterator[None]:
     """Let Megatron create its groups on the backend of ``device``, with its options, in this block.
 
-    With gloo, each set of ranks gets one group. Megatron creates several for some sets, and each has threads that poll.
+    With gloo on a CPU, each set of ranks gets one group. Megatron creates several for some sets, and each has threads
+    that poll. The dry run counts what each group sends, so it keeps them apart.
     """
     from megatron.core import parallel_state
 
@@ -205,12 +206,12 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     def create_group(*args, backend: str | None = None, **kwargs):
         return create(*args, backend=backend or devices.BACKENDS[device.type], **kwargs)
 
-    if dist.get_backend() == "gloo":  # the backend of the world is the right one
-        group_of = functools.cache(lambda ranks, timeout: create(list(ranks), timeout=timeout))
-        parallel_state.create_group = lambda ranks, timeout=None, **options: group_of(tuple(ranks), timeout)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         parallel_state.create_group = create_group
         parallel_state.get_nccl_options = lambda name, configs: devices.group_options(device, name)
+    elif dist.get_backend() == "gloo":
+        group_of = functools.cache(lambda ranks, timeout: create(list(ranks), timeout=timeout))
+        parallel_state.create_group = lambda ranks, timeout=None, **options: group_of(tuple(ranks), timeout)
     try:
         yield
     finally:
