@@ -240,10 +240,10 @@ def _sentence(fault: Any) -> str:
     section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     if key in REPLACED:
-        return f"{key}: removed in version 0.2.0; {REPLACED[key]}"
+        return f"{key}: is no longer a key; {REPLACED[key]}"
     if key in REMOVED:
         planted = " (the benchmark plants it: checks/planted_fault.py)" * (key in PLANTED)
-        return f"{key}: removed in version 0.2.0 and now always {REMOVED[key]}{planted}; remove it"
+        return f"{key}: is no longer a key, because its value is always {REMOVED[key]}{planted}; remove it"
     if fault["type"] in ("extra_forbidden", "invalid_key"):
         return f"{key}: unknown key; {_suggestion(str(where[-1]), '.'.join(map(str, where[:-1])))}"
     if fault["type"] == "missing":

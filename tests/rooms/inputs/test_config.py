@@ -382,15 +382,15 @@ QWEN15_MOE = hf_config.parse(published.QWEN15_MOE)
 
 def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert refusal(TINY, "parallel.pipeline=2") == (
-        "override parallel.pipeline: removed in version 0.2.0 and now always 1; remove it"
+        "override parallel.pipeline: is no longer a key, because its value is always 1; remove it"
     )
     assert refusal(TINY, "checks.truncated=warn") == (
-        "override checks.truncated: removed in version 0.2.0; list truncated in checks.warn or checks.off, or in "
+        "override checks.truncated: is no longer a key; list truncated in checks.warn or checks.off, or in "
         "neither to let it stop the run"
     )
     for value in (0, 4):
         assert refusal(TINY, f"rollout.ranks={value}") == (
-            "override rollout.ranks: removed in version 0.2.0; remove it, because every rank trains "
+            "override rollout.ranks: is no longer a key; remove it, because every rank trains "
             "and samples (rollout.staleness=1 still samples with the policy of one step ago, which shows what "
             "sampling ahead costs in learning)"
         )
@@ -409,7 +409,7 @@ def test_a_key_of_an_older_version_is_named_with_what_to_do(tmp_path):
     assert config.load_recorded(tmp_path / "config.yaml") == cfg
     older["tiny_model"] |= {"words_per_batch": 32}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    with pytest.raises(InputError, match="tiny_model.words_per_batch: removed in version 0.2.0"):
+    with pytest.raises(InputError, match="tiny_model.words_per_batch: is no longer a key"):
         config.load_recorded(tmp_path / "config.yaml")
     assert "tiny_model.words_per_batch: 32 -> nothing" in config.changed_keys(older, config.to_dict(cfg), set())
     del older["tiny_model"]["words_per_batch"], older["loss"]["aggregate"]  # a key that the older version did not have
