@@ -106,8 +106,9 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
                          Gaussian.
     sigma^2 > s_u s_d    The noise is a Gaussian, rounded up or down at random so that the mean is exact. (Rounding to
                          nearest has a bias of up to 0.03 sigma at powers of 2.) The random rounding adds s^2 / 6 to the
-                         variance, so the Gaussian has that much less. The std is exact, except within one step of a
-                         power of 2, where it is exact to 3 %.
+                         variance (the mean over s = s_u and s = s_d), so the variance of the Gaussian is smaller by
+                         this amount. The std is exact, except within one step of a power of 2, where it is exact to
+                         3 %.
     """
     clean = weight.double()
     up, down = _grid_steps(weight)

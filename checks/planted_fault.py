@@ -368,7 +368,7 @@ def _named_fault(text: str) -> tuple[str, Function]:
 
 
 def plant(text: str) -> None:
-    """Put the faults in the place of the right functions; InputError for an unknown fault."""
+    """Replace the correct functions with the faulty ones. Raises InputError for an unknown fault."""
     for place, wrong in named_faults(text):
         owner, _, attribute = place.rpartition(".")
         setattr(pkgutil.resolve_name(owner), attribute, wrong(pkgutil.resolve_name(place)))

@@ -46,7 +46,7 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None],
 ) -> VllmEngine:
-    """Open vLLM with the limits of ``cfg``, on all ranks at the same time. vLLM pads no rows with ``pad_token``."""
+    """Open vLLM with the limits of ``cfg``, on all ranks at the same time. ``pad_token`` is not used."""
     rollout = cfg.rollout
     kind = vllm_colocated.ColocatedEngine if rollout.expert_parallel else vllm_engine.VllmEngine
     with devices.internal_formats_restored(device):

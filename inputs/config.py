@@ -95,7 +95,7 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 
 
 def load_recorded(path: Path) -> Config:
-    """Return the configuration that a run has recorded. Raises InputError if a key of REMOVED has another value."""
+    """Return the configuration that a run has recorded. Raises InputError if a value differs from that in REMOVED."""
     return recorded_config(read_file(path), path)
 
 

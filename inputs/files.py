@@ -346,7 +346,7 @@ def parse_override(item: str) -> tuple[str, Any]:
 
 
 def dump_yaml(tree: dict) -> str:
-    """Return a YAML text that parse_yaml reads back to ``tree``, with the keys in the same order."""
+    """Return a YAML text from which parse_yaml restores ``tree``, with the keys in the same order."""
     return yaml.dump(
         tree, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000
     )

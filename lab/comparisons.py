@@ -221,7 +221,7 @@ def compare(steps: "pandas.DataFrame", plan: Plan) -> list[Comparison]:
 
 
 def _add_shares_(made: list[Comparison]) -> None:
-    """Set the share of its base's loss that each method recovers, if a loss by the base's mismatch was found."""
+    """Set the share of the lost accuracy that each method recovers, if its base was found to lose accuracy."""
     stated = [one for one in made if one.family.mismatch and not one.is_control and one.outcome != WITHHELD]
     lost = {one.entry.method: one for one in reversed(stated) if one.found == "smaller"}
     for one in stated:

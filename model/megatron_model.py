@@ -333,7 +333,7 @@ def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
-    """Return the rows of ``hidden`` whose logits exist at the same time."""
+    """Split the rows of ``hidden`` into slices, so that only the logits of one slice exist at a time."""
     size = max(1, min(ROWS_PER_CHUNK, logits_per_chunk(hidden.device.type) // vocabulary))
     return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
 

@@ -225,9 +225,9 @@ def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]
 
 
 def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: dict[str, dict[str, str]]) -> None:
-    """Raise InputError unless all nodes have equal, undamaged files of loss.teacher for the run's base. Collective.
+    """Raise InputError unless all nodes have the same undamaged teacher, made for the run's base model. Collective.
 
-    ``inputs`` is run_record.inputs, on rank 0. On every other node, the first rank reads the teacher for its checksums.
+    ``inputs`` is run_record.inputs, on rank 0. On every other node, the first rank computes the teacher's checksums.
     """
     own = inputs.get("teacher")
     if own is None and os.environ.get("LOCAL_RANK", "0") == "0":

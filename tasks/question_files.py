@@ -100,10 +100,10 @@ FORMS = (
 
 
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
-    """Read the rows of one or several files, and the name of their form, which the very first row decides.
+    """Return the questions of one or several files, and a description of their form, which the first row decides.
 
-    If several rows ask the same question (`composed`), only the first one counts, in steps and in intervals. The name
-    of the form gives the number of rows. Raises InputError if the copies have different answers.
+    If several rows ask the same question (`composed`), only the first one counts, in steps and in intervals, and the
+    description also gives the number of rows. Raises InputError if the copies have different answers.
 
     ``count`` is the number of questions to take, evenly spaced, because files are often sorted; 0 means all.
 
@@ -152,7 +152,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
 
 
 def _form_of(raw: dict[str, Any]) -> Form:
-    """Return the first of FORMS whose columns the row has, ignoring upper and lower case."""
+    """Return the first of FORMS whose columns the row has, ignoring case."""
     names = {name.lower() for name in raw}
     for form in FORMS:
         if names.issuperset(form.needs):
@@ -184,7 +184,7 @@ def _by_form(raw: dict[str, Any], form: Form) -> Question:
 
 
 def _with_number(answer: str | None, number: str, form: Form) -> str:
-    """Return the worked answer of a row that also, or only, has `#### N` in another column."""
+    """Return the worked answer of a row, with the `#### N` that the row has in another column."""
     if answer is None:
         return number
     if "####" not in answer:

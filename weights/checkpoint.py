@@ -115,7 +115,7 @@ def _remove_old(folder: Path, step: int, keep_last: int) -> None:
 
 
 def verify(path: Path, only: str | None = None) -> None:
-    """Raise InputError with the name of the first file that is missing or has another checksum than at the save.
+    """Raise InputError with the name of the first file that is missing or whose checksum has changed since the save.
 
     With ``only``, the files of other kinds of tensors are not read.
     """
@@ -208,11 +208,11 @@ def find_resumable(
 ) -> Checkpoint | None:
     """Return the checkpoint from which train.resume=auto resumes: the newest of the newest suitable run, or None.
 
-    ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run has a
-    configuration with which it may be resumed, is not finished, has a checkpoint with right checksums, and no live
-    process is writing it. If there is none, the newest other run that has a checkpoint and is not finished decides:
-    InputError names what has changed since. If a newer run is finished, ``say`` gets this text instead, and a new run
-    begins.
+    ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run is not
+    finished, is not being written by a live process, has a checkpoint with correct checksums, and may be resumed with
+    ``config``. If no run is suitable, but an unfinished one with a checkpoint has another configuration, InputError
+    names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys instead, and
+    a new run begins.
     """
     changed = None  # the checkpoint of the newest run that has one but another configuration
     newer_is_finished = False

@@ -112,7 +112,7 @@ def describe(named: str) -> str:
 
 
 def recorded_base(folder: Path) -> dict[str, str]:
-    """Return the checksums that the teacher's run recorded of its model's files. A PEFT folder records none: {}."""
+    """Return the checksums of the model's files that the teacher's run recorded; {} for a PEFT folder."""
     record = of_last_start(folder.parent.parent, "inputs.json")
     has_one = record.is_file() and not teacher.is_peft(folder)
     return read_object(record, ("model",))["model"] if has_one else {}
