@@ -246,7 +246,7 @@ def _dppo_tv(x: LossInputs) -> PerToken:
 
 
 def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the larger of the losses with the plain and the clipped ratio, and where the clipped one is larger."""
+    """Return the larger of the plain and the clipped loss of each token, and where the clipped one is larger."""
     plain, clipped = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
     return torch.maximum(plain, clipped), clipped > plain
 

@@ -125,7 +125,7 @@ class Adapter(torch.nn.Module):
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
         """Compute W + (alpha / R) B A for ``weight``, a shard of W, in fp32, and round once.
 
-        The shape of the shard is (out, in), or, for these local ``experts``, (e, in, out).
+        The shape of the shard is (out, in), or (e, in, out) for the local ``experts``.
         """
         return merge(weight, *self.products(experts), self.scale, out)
 

@@ -46,7 +46,7 @@ VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # pac
 
 
 def quoted(text: str) -> str:
-    """Quote ``text`` as one word of a shell, in which the shell replaces only the $HOME of a record."""
+    """Quote ``text`` as one shell word. The shell expands nothing in it but $HOME, which records contain."""
     return '"$HOME"'.join(shlex.quote(part) if part else "" for part in text.split("$HOME")) or "''"
 
 

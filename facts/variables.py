@@ -278,7 +278,10 @@ _CHIPS = (  # pattern of a chip's name in npu-smi -> kind, as in get_chip_type o
 
 
 def chip_kind(name: str) -> str | None:
-    """Return the kind of chip, as vllm_ascend/_build_info.py writes it, for its name in npu-smi; None if unknown."""
+    """Return the kind of chip for ``name``, its name in npu-smi, or None if the name is unknown.
+
+    The kind is written as in vllm_ascend/_build_info.py.
+    """
     return next((kind for pattern, kind in _CHIPS if re.search(pattern, name, re.I)), None)
 
 

@@ -252,7 +252,7 @@ KEYS = (  # keys that a search can change, in the order in which overrides are l
 
 
 def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
-    """Return the overrides that turn ``asked`` into ``verdict``: its whole layout, and other keys that differ."""
+    """Return the overrides that turn ``asked`` into ``verdict``: all keys of the layout, and others that differ."""
     new, old = ({key: functools.reduce(getattr, key.split("."), each.cfg) for key in KEYS} for each in (verdict, asked))
     listed = {*KEYS[: 3 if asked.cfg.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:

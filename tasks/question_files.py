@@ -107,8 +107,8 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
 
     ``count`` is the number of questions to take, evenly spaced, because files are often sorted; 0 means all.
 
-    ``columns`` names the columns question and answer, whose text is the gold answer. Without it, the file has one of
-    FORMS, and the gold answer is the number after `####`.
+    ``columns`` names the columns of question and answer. The text of the answer column is then the gold answer.
+    Without ``columns``, the file has one of FORMS, and the gold answer is the number after `####`.
     """
     form: Form | None = None
     if columns:
