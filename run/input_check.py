@@ -317,6 +317,7 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
         lines += [f"{name}: {part.description}", *look_alikes(name, part, part)]
         if part is not inputs.questions:
             lines += look_alikes(f"train and {name}", inputs.questions, part)
+    question_files.normalised.cache_clear()  # a run does not need these texts any more
     lines.append(
         f"a step: {prompts} prompts x {group} = {prompts * group} sequences, "
         f"{updates} update{'s' * (updates > 1)} of {cfg.optim.prompts_per_update} prompts x {group}"
