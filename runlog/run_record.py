@@ -136,10 +136,11 @@ def cpu_name() -> str:
 def environment(world_size: int) -> dict[str, Any]:
     """Return versions, machine, and the environment variables that change results or speed."""
     # Python imports the first version in the order of sys.path, which is the last one here and replaces the others.
-    installed = {
-        (item.metadata.get("Name") or "unnamed").lower().replace("_", "-"): item.version
-        for item in reversed(list(metadata.distributions()))
-    }
+    installed: dict[str, str | None] = {}
+    for distribution in reversed(list(metadata.distributions())):
+        described = distribution.metadata  # each access reads the whole file
+        name = (described.get("Name") or "unnamed").lower().replace("_", "-")
+        installed[name] = described["Version"]
     return {
         "python": platform.python_version(),
         "packages": dict(sorted(installed.items())),
