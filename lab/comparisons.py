@@ -135,6 +135,13 @@ class Finding(Part):
     gain: str = ""  # a variant whose accuracy before and after training is shown
 
 
+class Arrival(Part):
+    """The figure of what the rounding of a push costs."""
+
+    base: str  # the variant without rounding
+    lines: dict[str, list[str]]  # maps a label to its variants, which a line joins
+
+
 class Plan(Part):
     """The content of results/plan.yaml."""
 
@@ -142,6 +149,7 @@ class Plan(Part):
     sections: dict[str, str]  # maps a heading of RESULTS.md to its paragraph
     curves: dict[str, str]  # maps a variant to its label in the figure
     turns: dict[str, str] = {}  # the same for the figure of an environment
+    arrival: Arrival | None = None
     families: list[Family]
 
 

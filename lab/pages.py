@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import pandas
 
 BEGIN, END = "<!-- report.py build writes the text below -->", "<!-- report.py build writes the text above -->"
-CURVES, RECOVERED, TURNS = (f"figures/{name}.png" for name in ("learning_curves", "recovered", "turns"))  # in results/
+CURVES, RECOVERED, TURNS, ARRIVAL = (
+    f"figures/{name}.png" for name in ("learning_curves", "recovered", "turns", "arrival")
+)  # in results/
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
 
 
@@ -29,6 +31,8 @@ def build(results: Path, page: Path) -> None:
     recovered(made, results / RECOVERED)
     if plan.turns:
         turns(plan, steps, results / TURNS)
+    if plan.arrival:
+        arrival(plan.arrival, steps, results / ARRIVAL)
 
 
 def stale(results: Path, page: Path) -> list[str]:
@@ -81,7 +85,8 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
         f"![Learning curves](results/{CURVES})\n![Shares of losses that corrections recover](results/{RECOVERED})"
-        + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns),
+        + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns)
+        + f"\n![Points against the share of an update that arrives](results/{ARRIVAL})" * bool(plan.arrival),
     ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]
@@ -269,6 +274,31 @@ def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
         axes.set_ylabel(label)
         _finish(axes)
     axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def arrival(shown: comparisons.Arrival, steps: "pandas.DataFrame", path: Path) -> None:
+    """Draw each variant's difference from `base`, with its interval, over the share of the update that arrives.
+
+    The share is the mean of fault/update_share over all pushes but the first, which has no update. Lines join the
+    variants of a label.
+    """
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    outcome, _ = comparisons.scores(steps, "curve")
+    shares = steps[steps["step"] > 1].groupby("variant")["fault/update_share"].mean()
+    for (label, variants), color in zip(shown.lines.items(), COLORS, strict=False):
+        effects = [comparisons.effect((outcome.loc[name] - outcome.loc[shown.base]).dropna()) for name in variants]
+        means = [one.mean for one in effects]
+        bars = [[one.mean - one.low for one in effects], [one.high - one.mean for one in effects]]
+        axes.errorbar(100 * shares[variants], means, bars, color=color, marker="o", ms=5, capsize=3, label=label)
+    axes.axhline(0, color="black", lw=0.8)
+    axes.set_xlabel("share of the update that arrives in a push, %, averaged over the run")
+    axes.set_ylabel("points against no rounding")
+    axes.legend(fontsize=8)
+    _finish(axes)
     figure.savefig(path, dpi=110)
 
 

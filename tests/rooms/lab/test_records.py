@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.figure
 import pandas
 import pytest
 import recorded
@@ -287,6 +288,22 @@ def test_every_number_of_the_pages_is_a_records(project: Path) -> None:
     assert "1 of 1 predictions were met." in benchmark and "| ranks | Rank 8 | `better` | `base` | 3 |" in benchmark
     assert "| `variants.parquet` | 2 | 6 | 4 | 0123456 |" in (project / "results" / "README.md").read_text()
     assert (project / "results" / "figures" / "learning_curves.png").stat().st_size > 5000
+
+
+def test_the_figure_of_rounding_shows_each_difference_over_the_share_that_arrives(monkeypatch, tmp_path: Path) -> None:
+    drawn = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    columns = ["variant", "seed", "step", "eval/sampled_accuracy", "eval/num_questions", "fault/update_share"]
+    rows = [
+        (variant, seed, step, accuracy + seed / 8, 64, share)
+        for variant, accuracy, shares in (("exact", 0.5, [None] * 3), ("half", 0.25, [1.0, 0.25, 0.75]))
+        for seed in (0, 1, 2)
+        for step, share in enumerate(shares, 1)
+    ]
+    shown = comparisons.Arrival(base="exact", lines={"nearest": ["half"]})
+    pages.arrival(shown, pandas.DataFrame(rows, columns=columns), tmp_path / "arrival.png")
+    (points,) = drawn[0].axes[0].containers
+    assert points.get_label() == "nearest" and points[0].get_xydata().tolist() == [[50.0, -25.0]]
 
 
 def test_a_finding_without_records_or_a_page_without_marks_is_refused(project: Path, tmp_path: Path, capsys) -> None:
