@@ -121,7 +121,7 @@ def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFra
             raise InputError(f"findings: {finding.method}: no comparison has records and controls as predicted")
         points, seeds = str(found[0].effect), str(found[0].effect.seeds)
         if found[0].share:
-            points += f"; {_share(found[0])} of the loss"
+            points += f"; {_share(found[0])} of the lost accuracy"
     return {"question": finding.asked, "answer": finding.answer, "points (95 % interval)": points, "seeds": seeds}
 
 
@@ -141,7 +141,7 @@ def comparison_row(one: Comparison) -> dict[str, str]:
         "seeds": str(one.effect.seeds),
         "points (95 % interval)": str(one.effect),
         "outcome": f"{one.said}, as predicted" if one.entry.predicted else one.said,
-        "share of the loss recovered": _share(one),
+        "share of the lost accuracy recovered": _share(one),
     }
 
 
@@ -199,13 +199,14 @@ def tree(root: Path) -> str:
     The line of a file has the first sentence of its docstring. The line of a room has the docstring of its __init__.py,
     which is its rule. The commands come first. They are the files that can be started.
     """
-    groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, "rooms": {}}
+    rooms = "rooms (folders with one rule each)"
+    groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, rooms: {}}
     for path in sorted(root.glob("*.py")):
         text = read_text(path)
         kind = "commands" if 'if __name__ == "__main__":' in text else "the method"
         groups[kind][path.name] = re.split(r"(?<=[.?])\s", docstring(text), maxsplit=1)[0]
     for path in sorted(root.glob("*/__init__.py")):
-        groups["rooms"][f"{path.parent.name}/"] = docstring(read_text(path))
+        groups[rooms][f"{path.parent.name}/"] = docstring(read_text(path))
     lines = []
     for kind, phrases in groups.items():
         lines.append(f"# {kind}")
@@ -317,7 +318,7 @@ def recovered(made: list[Comparison], path: Path) -> None:
     for x in (0, 100):
         axes.axvline(x, color="black", lw=0.8)
     axes.set_title("Blue: it helps. Grey: no effect was found. Orange: it does harm.", loc="left", fontsize=9)
-    axes.set_xlabel("share of the loss that is recovered, %, with its 95 % interval")
+    axes.set_xlabel("share of the lost accuracy that is recovered, %, with its 95 % interval")
     _finish(axes)
     figure.savefig(path, dpi=110)
 

@@ -239,7 +239,7 @@ TREE = """```
 begin.py           Begins at 1.5 of two lines.
 # the method
 adds.py            What is added?
-# rooms
+# rooms (folders with one rule each)
 room/              A rule. And its second sentence.
 ```"""
 
