@@ -2,8 +2,8 @@
 
     python preflight.py CONFIG --calibrate TIMING
 
-The seconds of sampling give the time that a layer needs in a decode step. The seconds of the trainer's passes give the
-share of the device's peak that training reaches. Nothing here imports torch.
+The seconds of sampling give the least time that a layer needs in a decode step. The seconds of the trainer's passes
+give the share of the device's peak that training reaches. Nothing here imports torch.
 """
 
 import dataclasses

@@ -405,7 +405,8 @@ def one_allocator(machine: Machine) -> Found:
 def allocator_of_vllm(machine: Machine) -> Found:
     """Check that PYTORCH_ALLOC_CONF is not set if vLLM is 0.23.
 
-    vllm-ascend 0.23 (platform.py) always sets torch_npu's own variable for its processes. torch_npu refuses both.
+    vllm-ascend 0.23 (platform.py) always sets torch_npu's own variable, PYTORCH_NPU_ALLOC_CONF, for its processes.
+    torch_npu refuses both variables together.
     """
     text = machine.env.get("PYTORCH_ALLOC_CONF", "")
     is_old = variables.matches(machine.version("vllm") or "", ("0.23",))
@@ -482,9 +483,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """A check for machines that have all words of ``device``. ``level`` is the level of a failure: warn or fail.
+    """A check for machines to which all words of ``device`` apply.
 
-    Rows with the same ``what`` share one line of the output. Each of them is checked only if those before it passed.
+    If the check does not pass, its line begins with ``level``, which is warn or fail. Rows with the same ``what`` share
+    one line of the output. Each of them is checked only if those before it passed.
     """
 
     device: str

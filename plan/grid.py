@@ -99,7 +99,7 @@ def crossing(members: list[list[int]], ranks_per_node: int) -> int:
 def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
     """Return a line for each kind of group.
 
-    It shows the number of groups, their size and purpose, and how many of them have ranks on more than one node.
+    The line shows the number of groups, their size and purpose, and how many of them have ranks on several nodes.
     """
     lines = []
     for kind, members in groups(layout).items():

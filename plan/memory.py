@@ -7,8 +7,8 @@ The plan assumes that the prompts of a micro-batch are short. Among packed rows 
 with short prompts have the most completion tokens, so they need the most memory. All ranks need the same amount, except
 that the routing decides how many rows the experts of a rank get.
 
-h is the hidden size, t the number of tokens in a micro-batch, and s = t / tensor the number of them on one rank. N is
-the number of rows that the experts of a rank get, and e the bytes of an element.
+h is the hidden size, and t the number of tokens in a micro-batch. A rank has s = t / tensor of them. N is the number of
+rows that the experts of a rank get, and e the number of bytes of an element.
 """
 
 from dataclasses import dataclass
@@ -70,11 +70,11 @@ def activations(
     entropy_bonus: bool = False,
     mask: tuple[int, int] = (0, 0),
 ) -> Activations:
-    """Return the bytes that a micro-batch of ``tokens`` tokens needs; ``scored`` of them reach the language-model head.
+    """Return the bytes that a micro-batch of ``tokens`` tokens needs. The head gets ``scored`` of these tokens.
 
     ``tokens`` is rows x padded length. With ``recompute``, only the input of each layer is kept. The tensors of a layer
-    exist again while the layer is differentiated. ``mask`` has the bytes of the attention mask of packed rows: in a
-    pass that keeps it for the backward pass, and in a pass that does not.
+    exist again while the layer is differentiated. ``mask`` has the bytes of the attention mask of packed rows. The
+    first number is for a pass that keeps the mask for the backward pass, the second for a pass that does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
@@ -109,7 +109,10 @@ def activations(
 def _widest(
     arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
 ) -> tuple[float, float]:
-    """Return the most bytes of temporary tensors in a layer: in a backward pass, and in a pass that keeps nothing."""
+    """Return the most bytes of temporary tensors in a layer.
+
+    The first number is for a backward pass, the second for a forward pass that keeps nothing for a backward pass.
+    """
     h, width, dense = arch.hidden_size, arch.expert_ffn_size, arch.dense_ffn_size
     if not is_moe:
         return 4 * tokens * dense // layout.tensor * element, tokens * (h + 4 * dense // layout.tensor) * element
@@ -180,7 +183,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The bytes of the fullest phase and of the margin."""
+        """The bytes of the phase that needs the most memory, plus the margin."""
         return self.phases[self.fullest] + self.parts["margin"]
 
 
@@ -202,7 +205,7 @@ def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, ro
 def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
     """Return the largest number of tokens in one forward pass of a rank with packed rows.
 
-    It is smaller than without packing, because model/batches.py counts each packed row as a quarter longer than it is.
+    It is usually smaller than without packing, because model/batches.py counts a packed row as a quarter longer.
     """
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
@@ -356,7 +359,7 @@ def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool
 
 
 def _sampling_layout(layout: RankGrid) -> RankGrid:
-    """Return the layout with which ``activations`` counts the engine's forward pass.
+    """Return the layout with which ``activations`` estimates the memory of the engine's forward pass.
 
     The ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split
     here, unless more ranks share the experts than the attention.

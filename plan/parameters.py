@@ -43,9 +43,9 @@ def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
 
 
 def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
-    """Return the bytes of the frozen weights on a trainer rank, and the bytes that one dequantisation needs.
+    """Return the bytes of the frozen weights on a trainer rank, and those of the part that is dequantised at one time.
 
-    The dequantised weights exist in fp32 and in the model's dtype at the same time.
+    This part exists in fp32 and in the model's dtype together. Without quantisation, its size is 0.
     """
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
@@ -90,7 +90,7 @@ def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
 
 
 def merged_by_target(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
-    """Return, for each of lora.targets, how many parameters of one layer it adapts on one rank.
+    """Return how many parameters of one layer each of lora.targets adapts on one rank.
 
     Routed experts count only if ``experts`` is true.
     """
@@ -128,7 +128,7 @@ def merged_weights(
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, device: str) -> int:
     """Return the most bytes that a save needs on a rank in addition to its shards.
 
-    This is the size of the largest whole tensor in fp32. On a CPU it is three times as much, because the host joins the
+    This is the size of the largest whole factor in fp32. On a CPU it is three times as much, because the host joins the
     shards, and gloo copies the data that it sends and receives.
     """
     adapted = [module for module in every_module(arch) if module.target in lora.targets]

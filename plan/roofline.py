@@ -1,10 +1,10 @@
 """Estimates the seconds of each phase of a step with a roofline model.
 
-A roofline is the least time that the device's arithmetic, memory and links need. It is an estimate, not a measurement.
-Use it to compare layouts and to find the bottleneck. All assumptions about the device are fields of Hardware
-(facts/devices.py), and the plan prints them. Times.phases has the expected seconds of each phase, and Times.step the
-range of a whole step. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares the formulas
-with an independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
+A roofline is the least time that the device's arithmetic, memory and links need. The result is an estimate, not a
+measurement. Use it to compare layouts and to find the bottleneck. All assumptions about the device are fields of
+Hardware (facts/devices.py), and the plan prints them. Times.phases has the expected seconds of each phase, and
+Times.step the range of a whole step. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares
+the formulas with an independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
 
 
 def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
-    """Return the operations of all LoRA factors in a forward pass. Each token uses the factors of its own experts."""
+    """Return the operations of all LoRA factors in a forward pass. A token needs only the factors of its experts."""
     own = dataclasses.replace(arch, num_experts=arch.experts_per_token)
     return 2 * tokens * lora_parameters(own, lora, WHOLE)
 
@@ -156,8 +156,8 @@ def sync_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a push by cause.
 
-    Each rank merges its shards. Then it receives whole adapted tensors, or only reads and writes its own shards. If the
-    factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
+    Each rank merges its shards. Then it receives whole adapted tensors, or, if the engine uses the same shards, only
+    reads and writes these. If the factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
     """
     away, speed = layout.away_of(layout.ranks), hardware.link_share
     if apart:
@@ -241,7 +241,7 @@ class Times:
 
     @property
     def step(self) -> Range:
-        """The range of seconds that a step may take, which is as wide as the published runs suggest."""
+        """The range of a step: its expected seconds divided and multiplied by a factor that fits the published runs."""
         return spread(self.total)
 
     @property
@@ -359,7 +359,7 @@ def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
 def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt: float, completion: float) -> int:
     """Return the number of micro-batches of a rank per update.
 
-    As in model/batches.py, a row counts with its packed tokens and a quarter of its padded length.
+    Like model/batches.py, it counts the packed tokens of each row and a quarter of the row's padded length.
     """
     rows = -(-optim.prompts_per_update * group_size // layout.data)
     a_row = completion + prompt / group_size + (prompt + completion) / 4
@@ -367,7 +367,7 @@ def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
-    """Return parts of decoding: (number of decode steps, share of the rows that still run, tokens in each of them).
+    """Return parts of decoding: (number of decode steps, share of the rows that still run, tokens of a row by then).
 
     Decoding ends with the longest row, which has N tokens. The plan assumes that after t tokens a share
     (1 - t / N)^(N / mean - 1) of the rows still runs. This gives the mean length ``completion``. With a mean of N, all

@@ -156,8 +156,8 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
     """Return the layouts with the shortest step on the same number of ranks, each with its best settings.
 
-    The settings are recompute, micro-batch and graphs. The search does not change the number of updates per step,
-    because with fewer updates a step would be shorter, but the policy would learn less.
+    The settings are recompute, micro-batch and graphs. The search does not change the number of updates per step. With
+    fewer updates, a step would be shorter, but the policy would learn less.
     """
     best: dict[str, Verdict] = {}
     for verdict in accepted(asked, _variants(asked), asked.ranks, setting):
@@ -275,7 +275,7 @@ def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
 
 
 def scripts(config: Path, device: str) -> dict[int, str]:
-    """Return the scripts that start a run with this configuration file on one node, by their number of ranks."""
+    """Return the scripts that start this configuration file on one node, by the number of ranks that they start."""
     found = {}
     for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # of two with equally many ranks, the shorter name is used
         head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)

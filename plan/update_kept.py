@@ -24,10 +24,10 @@ LARGE = 2.0  # in units of the distance between bf16 numbers; rounding keeps all
 def shares(
     optim: OptimConfig, lora: LoraConfig, arch: Architecture, prompts: int, steps: int
 ) -> dict[str, list[float]]:
-    """Return the share of the update in the merged weights after the first update and after each of STEPS.
+    """Return the share of the update in the merged weights, after the first update and after each step of STEPS.
 
     Each entry has two shares: for gradients of noise alone, and for noise with a signal. ``prompts`` is the number of
-    prompts per step, and ``steps`` the number of steps of the run.
+    prompts per step, and ``steps`` the number of steps of the run. STEPS after the end of the run are left out.
     """
     updates = prompts // optim.prompts_per_update
     rates = [optim.rate(step, steps) for step in range(min(steps, max(STEPS))) for _ in range(updates)]

@@ -1,8 +1,8 @@
 """Computes how well a run uses its devices: tokens per second and model FLOPs utilisation (MFU, arXiv 2204.02311).
 
-MFU is the number of operations that the model needs for the tokens of a step, divided by a peak. The peak is the number
-that the devices could compute in the seconds of the step. Activation recompute does not count as useful work. Nothing
-here imports torch.
+MFU is the quotient of two numbers of operations. The model needs the first number for the tokens of a step. The devices
+could compute the second number in the same time. Activation recompute does not count as useful work. Nothing here
+imports torch.
 """
 
 import re
@@ -19,7 +19,7 @@ Row = tuple[int, int, int]  # number of the group, tokens of the prompt, tokens 
 
 
 def peak_flops(kind: str, name: str, dtype: str) -> float | None:
-    """Return the peak operations per second of the device with the driver's name ``name``, or None if not known."""
+    """Return the peak operations per second of a device that its driver calls ``name``, or None if it is not known."""
     return HARDWARE[kind].flops if dtype == "bf16" and re.fullmatch(NAMES.get(kind, "(?!)"), name) else None
 
 
@@ -45,8 +45,8 @@ def step_flops(
     """Return the operations of a step: of sampling, and of all passes over the ``trained`` rows.
 
     Sampling counts as ``rounds`` times the ``sampled`` rows. If ``merged`` is true, the passes merge LoRA into the
-    weights. ``earlier_passes`` is the number of passes without gradients, except the pass of the reference for loss.kl,
-    which counts if ``reference`` is true.
+    weights. ``earlier_passes`` is the number of passes without gradients. The pass of the reference for loss.kl is not
+    one of them; it is added if ``reference`` is true.
     """
     work = _work(trained)
     frozen = sum(forward_flops(arch, work).values())

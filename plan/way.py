@@ -22,9 +22,8 @@ class Way:
     def fills_stacks(self) -> bool:
         """Whether a push fills Engine.stacks on every rank, either with all experts or with the trainer's experts.
 
-        The answer is the same on all ranks. It is false if the engine packs its experts, if it splits each expert, or
-        if it splits the experts in another way than the trainer. In the last two cases, the experts that a rank of the
-        engine needs are on other ranks of the trainer.
+        The answer is the same on all ranks. It is false if the engine packs its experts, splits each expert, or splits
+        the experts in another way than the trainer. In the last two cases, some rank's experts are on another rank.
         """
         rollout, several = self.cfg.rollout, self.layout.engine_expert > 1
         packs = self.device in rollout.kind.packs_on
@@ -32,13 +31,13 @@ class Way:
         return not packs and not splits_each and (not several or self.splits_as_trainer)
 
     def merges(self, adapted: bool) -> bool:
-        """Return whether a push merges LoRA into experts. ``adapted`` says whether LoRA is on them."""
+        """Return whether a push merges LoRA into experts. ``adapted`` says whether LoRA adapts these experts."""
         return adapted and self.cfg.merging > Merging.NOWHERE
 
     def shares(self, adapted: bool) -> bool:
         """Return whether trainer and engine share one copy of the experts, in the engine's memory.
 
-        ``adapted`` says whether LoRA is on them. Merged experts are shared if the trainer computes with the same
+        ``adapted`` says whether LoRA adapts them. Merged experts are shared if the trainer computes with the same
         weights as the engine. Experts that are pushed unchanged are shared unless the trainer stores them quantised.
         """
         if not self.fills_stacks:

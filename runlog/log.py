@@ -84,8 +84,8 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
 class RunLog:
     """The writer of one run's folder. Ranks other than 0 write nothing.
 
-    A method that logs something returns after the line is in its file. Before `open` there is no folder, and the log
-    only prints.
+    Each line is in its file before the method that logs it returns. Before `open` there is no folder, and the log only
+    prints.
     """
 
     def __init__(self, cfg: Config, rank: int) -> None:
@@ -208,7 +208,7 @@ class RunLog:
         self._track(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the summaries of all evaluations so far, including those before a resume. Other ranks return []."""
+        """Return the summaries of all evaluations so far, including those before a resume. Ranks except 0 return []."""
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:

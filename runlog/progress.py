@@ -73,7 +73,7 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
 
 
 def _end_silently(ending: list[signal.Signals]) -> None:
-    """Restore the system's handling of signals in a forked process, which does not have this thread."""
+    """Restore the system's handling of signals in a forked process, which lacks the thread that handles them."""
     signal.set_wakeup_fd(-1)
     for number in ending:
         signal.signal(number, signal.SIG_DFL)
