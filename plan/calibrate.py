@@ -1,9 +1,9 @@
-"""Adjusts the plan with two constants that a run has measured, from its timing.jsonl.
+"""Adjusts the plan with two constants that are computed from the timing.jsonl of a run.
 
     python preflight.py CONFIG --calibrate TIMING
 
-The seconds of sampling give the least time of a layer in a decode step. The seconds of the passes after it give the
-share of the peak in training. Nothing here imports torch.
+The seconds of sampling give the least time that a layer needs in a decode step. The seconds of the trainer's passes
+give the share of the device's peak that training reaches. Nothing here imports torch.
 """
 
 import dataclasses
@@ -24,15 +24,16 @@ PLANNED = (
     "update forward",
     "update backward",
     "optimizer",
-)  # the same phases in the plan
+)  # the names of these phases in the plan
 NEEDED = ("timing/generate_s", "timing/update_s", "timing/step_s")
 READ = {*NEEDED, *TRAINING, "perf/tokens_per_s"}
 
 
 def read(path: Path) -> dict[str, float]:
-    """Return the medians of READ in a run's timing.jsonl, without its first step, which includes the start-up.
+    """Return the median of each metric of READ over the steps in a run's timing.jsonl.
 
-    Raises InputError if the file is missing or is another file.
+    The first step is left out if there are others, because it includes the start-up. Raises InputError if the file does
+    not exist or lacks one of the metrics NEEDED.
     """
     if not path.is_file():
         raise InputError(f"--calibrate: there is no file {path}; give the timing.jsonl of a run")
@@ -49,17 +50,20 @@ def read(path: Path) -> dict[str, float]:
 
 
 def completion_tokens(rollout: RolloutConfig, timing: dict[str, float]) -> float:
-    """Return the mean tokens of a completion from the sampled tokens per second, or the longest if they are missing."""
+    """Return the mean number of tokens per completion, computed from the sampled tokens per second.
+
+    The result is at most rollout.max_new_tokens, which is also the result if ``timing`` has no tokens per second.
+    """
     longest, sequences = rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
     sampled = timing.get("perf/tokens_per_s", math.inf) * timing["timing/step_s"] / sequences
     return longest if sampled >= longest else max(1, round(sampled))
 
 
 def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, float]) -> Setting:
-    """Return ``setting`` with the constants for which the plan of ``cfg`` takes the measured seconds.
+    """Return ``setting`` with the two constants chosen so that the plan of ``cfg`` takes the measured seconds.
 
-    A plan without overhead has the arithmetic at the peak, and the traffic in addition to it. Both constants stay
-    within what a device can do: a share of at most 1, and no negative seconds.
+    The constants follow from a plan without overhead, in which arithmetic runs at the peak and traffic takes additional
+    time. They stay physically possible: the share of the peak is at most 1, and the seconds are not negative.
     """
     if setting.device == "cpu":
         raise InputError("--calibrate: the plan of a CPU has no measured constants; set device to npu or cuda")

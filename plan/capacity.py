@@ -1,6 +1,6 @@
-"""How many rows an engine decodes together. Nothing here imports torch.
+"""Computes how many rows an engine decodes together. Nothing here imports torch.
 
-The plan and engines/ call the same functions, so an engine takes as many rows at once as the plan assumes.
+The plan and engines/ call the same functions, so an engine decodes as many rows at once as the plan assumes.
 """
 
 from facts.architectures import Architecture
@@ -8,13 +8,13 @@ from facts.limits import ELEMENT_BYTES, cache_bytes_per_token
 from knobs import EvalConfig, RolloutConfig
 
 PREFILL_TOKENS = 8192  # prompt tokens that vLLM computes at once; this limits the activations
-# The most rows that are decoded together. It limits a wave of the embedded sampler, vLLM's largest graph, and the rows
-# that MC2 sends from a rank.
+# The largest number of rows that are decoded together. It limits a wave of the embedded sampler, vLLM's largest graph,
+# and the rows that MC2 sends from a rank.
 MOST_SEQUENCES = 512
 
 
 def rows_of_a_step(rollout: RolloutConfig, ranks: int) -> int:
-    """Return the sequences of the fullest replica in a step, which is the one with the most prompts."""
+    """Return the number of sequences that the replica with the most prompts samples in a step."""
     replicas = ranks // rollout.replica_ranks
     return -(-rollout.prompts_per_step // replicas) * rollout.group_size
 
@@ -22,11 +22,13 @@ def rows_of_a_step(rollout: RolloutConfig, ranks: int) -> int:
 def max_sequences(
     rollout: RolloutConfig, evaluation: EvalConfig, arch: Architecture, ranks: int, *, prompt_tokens: int, dtype: str
 ) -> int:
-    """Return the rows that an engine decodes together: at most those of a step or an evaluation that fit its cache.
+    """Return the largest number of rows that an engine decodes together.
 
-    vLLM's cache must hold the rows at their full length. Otherwise vLLM would drop a row for which it has no space, and
-    compute it again later. The samples of a prompt share its keys and values. The embedded sampler makes a cache for
-    each wave, which has all samples of a prompt. ``prompt_tokens`` is the length of the longest prompt.
+    For vLLM, this is the number of rows of a step or of an evaluation, whichever is larger. MOST_SEQUENCES limits it,
+    and so does the key-value cache, which must hold every row at its full length. Otherwise vLLM would drop a row for
+    which it has no space, and compute it again later. The samples of a prompt share its keys and values.
+    The embedded sampler makes a cache for each wave instead. A wave has at most MOST_SEQUENCES rows, or all samples of
+    one prompt if these are more. ``prompt_tokens`` is the length of the longest prompt.
     """
     if not rollout.kind.reserves:
         return max(MOST_SEQUENCES, rollout.group_size, evaluation.samples)

@@ -2,10 +2,11 @@
 
     python preflight.py --doctor [CONFIG] [section.key=value ...] [--ranks N] [--json]
 
-Each line is ok, warn or fail. It says what was found, what is needed, and what to do. Exit code 0: no fail. 1: a fail.
-2: the configuration cannot be used. The tables QUICK and SLOW have a row for everything that is examined. Their rules
-come from the documentation, sources and issue trackers of CANN, torch_npu, MindSpeed and vllm-ascend. Tests plant
-faults; nothing here has been run on an NPU yet. Nothing here imports torch: a separate process queries the devices.
+Each line of the output is ok, warn or fail. It says what was found, and after warn or fail also what is needed and what
+to do. The exit code is 0 without a fail, 1 with a fail, and 2 if the configuration cannot be used. The tables QUICK and
+SLOW have a row for each check. Their rules come from the documentation, sources and issue trackers of CANN, torch_npu,
+MindSpeed and vllm-ascend. The tests plant faults; nothing here has been run on an NPU yet. Nothing here imports torch:
+a separate process queries the devices.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 
 DIES = 16  # on a 910C server: 8 cards with two dies each; a die is a device and has one rank
-# Prints the free and total bytes of every visible device. argv[1]: npu or cuda.
+# A program that prints the free and total bytes of every visible device. argv[1] is npu or cuda.
 DEVICE_MEMORY = """
 import importlib, json, sys, torch
 if sys.argv[1] == "npu":
@@ -51,9 +52,9 @@ print(json.dumps([module.mem_get_info(i) for i in range(module.device_count())])
 
 @dataclass
 class Machine:
-    """This machine, with the run that is planned on it: its configuration ``run``, and ``ranks`` processes here.
+    """This machine, and the run that is planned on it: its configuration ``run``, with ``ranks`` processes here.
 
-    The methods from ``version`` on query the system. Tests replace them by a machine of their choice.
+    The methods from ``version`` on query the system. Tests replace them to describe a machine of their choice.
     """
 
     run: Config | None = None
@@ -63,7 +64,10 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """npu, cuda or cpu: the device of the configuration, otherwise the one whose files or software are present."""
+        """The kind of device: npu, cuda or cpu.
+
+        It is the device in the configuration, or with auto the one whose files or software are present.
+        """
         device = self.run.device if self.run else "auto"
         if device == "auto" and "ASCEND_HOME_PATH" in self.env:
             return "npu"
@@ -75,7 +79,10 @@ class Machine:
 
     @property
     def words(self) -> set[str]:
-        """The words that are true here: npu, cuda or cpu, and some of accelerator, machines, run, vllm, graphs."""
+        """The words that describe this machine and its run, for comparison with Row.device.
+
+        They are npu, cuda or cpu, and those of accelerator, machines, run, vllm and graphs that apply.
+        """
         run = self.run
         vllm = run is not None and "vllm" in run.rollout.kind.packages
         facts = {
@@ -89,7 +96,10 @@ class Machine:
 
     @property
     def devices_wanted(self) -> int:
-        """One per rank. Without ``ranks``, a machine with more than half of a server's dies must have all of them."""
+        """The number of devices that must be present: one per rank.
+
+        Without ``ranks``, it is 16 on a machine with more than half of a server's 16 dies, and otherwise 1.
+        """
         return self.ranks or (DIES if len(self.dies) > DIES // 2 else 1)
 
     def text(self, path: str) -> str:
@@ -100,14 +110,19 @@ class Machine:
             return ""
 
     def number(self, name: str, unset: str) -> int:
-        """Return the whole number in the variable ``name``, or in ``unset`` if it is not set; -1 for any other text."""
+        """Return the whole number in the variable ``name``, or in ``unset`` if the variable is not set.
+
+        If the text is not a whole number, return -1.
+        """
         text = self.env.get(name, unset).strip()
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
 
     def version(self, name: str) -> str | None:
-        """Return the version of a package, of Python or of CANN. "?": a folder without a version; None: not installed.
+        """Return the version of a package, of Python or of CANN.
 
-        For torch it is the one in torch/version.py, which shows a build for CUDA by "+cu128"; the wheel's may not.
+        Return None if it is not installed, and "?" if only its folder is found, without a version. For torch, return
+        the version in torch/version.py. There a build for CUDA has a suffix such as "+cu128", which the wheel's version
+        may lack.
         """
         if name == "Python":
             return platform.python_version()
@@ -136,7 +151,10 @@ class Machine:
         return "".join(path.read_text(errors="replace") for path in paths if path.is_file())
 
     def command(self, words: Sequence[str], seconds: float = 120) -> tuple[int, str]:
-        """Run a program and return its exit code and output. 127: there is no such program; 124: it takes too long."""
+        """Run a program and return its exit code and output.
+
+        The exit code is 127 if there is no such program, and 124 if it runs for more than ``seconds``.
+        """
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, errors="replace")
         except FileNotFoundError as error:
@@ -146,9 +164,9 @@ class Machine:
         return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def can_listen(self, address: str, port: int) -> bool:
-        """Return whether a server could listen there now.
+        """Return whether a server could listen at this address and port now.
 
-        ``address`` is one of this machine's, or "" for all. ``port`` 0 is any.
+        ``address`` is an address of this machine, or "" for all of them. With ``port`` 0, the system chooses a port.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError, OverflowError):
@@ -157,22 +175,22 @@ class Machine:
         return False
 
     def free_bytes(self, folder: Path) -> int:
-        """Return the free bytes of the disk that contains ``folder``, or will contain it."""
+        """Return the free bytes of the disk that contains ``folder``, or will contain it if it does not exist yet."""
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         return shutil.disk_usage(there).free
 
     def open_files(self) -> int:
-        """Return the number of files that a process may open."""
+        """Return the number of files that a process may have open at the same time."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def last_line(output: str) -> str:
-    """Return the last line of a program's output; in a traceback this line names the error."""
+    """Return the last line of a program's output. In a traceback, this line names the error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no output"
 
 
-# ------------------------------------------------------------------------ probes: whether it is right, what was found
+# -------------------------------------------------------- probes: each returns whether all is right, and what was found
 
 Found = tuple[bool, str]
 Probe = Callable[[Machine], Found]
@@ -184,13 +202,13 @@ def files(paths: Sequence[str], machine: Machine) -> Found:
 
 
 def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Found:
-    """Check the value of an environment variable, which is "" if it is not set."""
+    """Check the value of an environment variable with ``is_right``, which gets "" if the variable is not set."""
     value = machine.env.get(name, "")
     return is_right(value), value or "not set"
 
 
 def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
-    """Check a time-out of launch/npu_env.sh."""
+    """Check that a time-out that launch/npu_env.sh sets is between ``least`` and ``most`` seconds."""
     unset = variables.when_unset(name)
     return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
 
@@ -202,7 +220,7 @@ def installed(name: str, is_right: Callable[[str], bool], machine: Machine) -> F
 
 
 def python(code: str, machine: Machine) -> Found:
-    """Check that ``code`` ends without an error in a separate process."""
+    """Check that Python runs ``code`` without an error in a separate process."""
     exit_code, output = machine.command([sys.executable, "-c", code])
     return exit_code == 0, last_line(output) if exit_code else "works"
 
@@ -216,9 +234,9 @@ def cann_home(machine: Machine) -> Found:
 
 
 def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
-    """Return the versions that belong together.
+    """Return the versions of packages that belong together.
 
-    On an NPU this is the set with the installed version of vLLM, or the first set if there is none.
+    On an NPU this is the first set that has the installed version of vLLM, or the first of all sets if none has it.
     """
     if machine.kind == "cuda":
         return variables.CUDA_SET
@@ -237,7 +255,10 @@ def packages(machine: Machine) -> Found:
 
 
 def same_release(plugin: str, base: str, machine: Machine) -> Found:
-    """Check that a plugin is of the same release as the package that it extends: 2.10.0.post4 belongs to 2.10.0+cpu."""
+    """Check that a plugin has the same release number as the package that it extends.
+
+    For example, 2.10.0.post4 belongs to 2.10.0+cpu.
+    """
     versions = [machine.version(name) or "" for name in (plugin, base)]
     releases = {tuple(re.findall(r"\d+", version)[:3]) for version in versions}
     return len(releases) == 1, f"{plugin} {versions[0]} with {base} {versions[1]}"
@@ -262,7 +283,10 @@ def torch_npu_not_loaded(machine: Machine) -> Found:
 
 
 def chip(machine: Machine) -> Found:
-    """Check that vllm-ascend is compiled for this kind of chip; on another kind, its engine stops with an assertion."""
+    """Check that vllm-ascend is built for this machine's kind of chip.
+
+    On another kind of chip, the engine of vllm-ascend stops with an assertion.
+    """
     built = variables.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
     names = re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", machine.command(["npu-smi", "info"])[1], re.M)
     kinds = {variables.chip_kind(name) for name in names} - {None}
@@ -297,7 +321,7 @@ def dies_are_neighbours(machine: Machine) -> Found:
 
 
 def devices(machine: Machine) -> Found:
-    """Check that torch opens and counts the devices, and that none has more than 4 GiB in use before the run starts."""
+    """Check that torch finds enough devices, and that other programs use at most 4 GiB of each."""
     code, output = machine.command([sys.executable, "-c", DEVICE_MEMORY, machine.kind])
     if code:
         return False, f"torch cannot open them: {last_line(output)}"
@@ -312,7 +336,7 @@ def devices(machine: Machine) -> Found:
 
 
 def port_numbers(text: str) -> list[int]:
-    """Return the numbers of a list of ranges: 50000-50002,50010 -> [50000, 50001, 50002, 50010]."""
+    """Return all numbers in a list of ranges: 50000-50002,50010 -> [50000, 50001, 50002, 50010]."""
     numbers: list[int] = []
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text):
         numbers += range(int(first), int(last or first) + 1)
@@ -341,9 +365,11 @@ def own_address(machine: Machine) -> Found:
 
 
 def interface(name: str, machine: Machine) -> Found:
-    """Check an interface by HCCL's rules.
+    """Check that this machine has a network interface that the variable ``name`` allows.
 
-    HCCL accepts every name that begins with the given one, unless "=" comes first. Names after "^" are excluded.
+    HCCL accepts every interface whose name begins with a given name. With "=" at the beginning, and always for gloo,
+    the names must be equal. With "^" at the beginning, the names are excluded. Then the check passes, as it does if the
+    variable is not set.
     """
     text = machine.env.get(name, "")
     names = tuple(text.removeprefix("=").split(","))
@@ -377,7 +403,11 @@ def one_allocator(machine: Machine) -> Found:
 
 
 def allocator_of_vllm(machine: Machine) -> Found:
-    """Check the allocator's variable: vllm-ascend 0.23 (platform.py) always sets torch_npu's own for its processes."""
+    """Check that PYTORCH_ALLOC_CONF is not set if vLLM is 0.23.
+
+    vllm-ascend 0.23 (platform.py) always sets torch_npu's own variable, PYTORCH_NPU_ALLOC_CONF, for its processes.
+    torch_npu refuses both variables together.
+    """
     text = machine.env.get("PYTORCH_ALLOC_CONF", "")
     is_old = variables.matches(machine.version("vllm") or "", ("0.23",))
     return not (text and is_old), f"PYTORCH_ALLOC_CONF={text}" if text else "not set"
@@ -402,7 +432,10 @@ def open_files(machine: Machine) -> Found:
 
 
 def shared_memory(machine: Machine) -> Found:
-    """Check /dev/shm, where a machine's processes exchange tensors. A container has only 64 MiB there by default."""
+    """Check that /dev/shm has 1 GiB free, because the processes of a machine exchange tensors there.
+
+    By default, a container has only 64 MiB there.
+    """
     folder = machine.root / "dev" / "shm"
     free = machine.free_bytes(folder) if folder.is_dir() else 0
     is_linux = (machine.root / "proc").is_dir()
@@ -419,7 +452,7 @@ def main_memory(machine: Machine) -> Found:
 
 
 def disk(machine: Machine) -> Found:
-    """Check the space for the checkpoints that are kept, a new one, and 0.5 GiB of logs and completions."""
+    """Check the disk space for the checkpoints that are kept, a new checkpoint, and 0.5 GiB of logs and completions."""
     cfg = machine.run
     assert cfg is not None
     try:
@@ -437,7 +470,7 @@ def disk(machine: Machine) -> Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: ``level`` (ok, warn or fail), the thing examined, what was found, and what to do."""
+    """One line of the output: ``level`` (ok, warn or fail), the thing examined, the state found, and the remedy."""
 
     level: str
     what: str
@@ -450,9 +483,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """One check for a machine with all words of ``device``, and how bad a failure is.
+    """A check for machines to which all words of ``device`` apply.
 
-    Rows with the same ``what`` print one line, so each may rely on those before it.
+    If the check does not pass, its line begins with ``level``, which is warn or fail. Rows with the same ``what`` share
+    one line of the output. Each of them is checked only if those before it passed.
     """
 
     device: str
@@ -481,7 +515,7 @@ NO_EXPANDABLE = "unset PYTORCH_NPU_ALLOC_CONF PYTORCH_ALLOC_CONF"
 CONNECT, EXECUTE = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"
 UNSET_VLLM = "unset ${!VLLM_DP_*} " + " ".join(one.name for one in variables.MUST_BE_OFF)
 
-# These rows are also examined at the start of a run. They read variables, versions and files, and start no program.
+# These checks are also made at the start of a run. They read variables, versions and files, and start no program.
 QUICK = (
     Row(
         "npu",
@@ -677,7 +711,7 @@ QUICK = (
     Row("accelerator", "open files", open_files, "32768 or more", "warn", "ulimit -n 32768"),
 )
 
-# These rows are examined only by the doctor: they start programs, try ports, or look at memory and disk.
+# Only the doctor makes these checks. They start programs, try ports, or look at memory and disk.
 SLOW = (
     Row(
         "npu",
@@ -766,7 +800,7 @@ SLOW = (
 
 
 def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
-    """Return a finding for each ``what``: that of the first row that fails, or if none fails, of the last row."""
+    """Return a finding for each ``what``: that of the first row that is not ok, or of the last row if all are ok."""
     findings: dict[str, Finding] = {}
     for row in rows:
         is_right_so_far = row.what not in findings or findings[row.what].level == "ok"
@@ -776,7 +810,10 @@ def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
 
 
 def quick(cfg: Config) -> None:
-    """Print every finding of QUICK that is not ok. One process of each machine does this at the start of a run."""
+    """Print every finding of QUICK that is not ok to stderr.
+
+    One process on each machine does this at the start of a run.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         machine = Machine(run=cfg, ranks=variable("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS))
         for finding in examine(machine, QUICK):
@@ -786,7 +823,10 @@ def quick(cfg: Config) -> None:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Examine this machine, and if a configuration is given, for its run."""
+    """Print the findings about this machine, and about a run on it if its configuration is given.
+
+    Returns the exit code.
+    """
     parser = command_line(
         "preflight.py --doctor", __doc__, nargs="?", help="YAML file of the run that you plan on this machine"
     )

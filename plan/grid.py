@@ -1,7 +1,8 @@
-"""Which ranks form which groups, for any number of ranks. This is arithmetic; nothing here imports torch.
+"""Computes which ranks form which groups, for any number of ranks. Nothing here imports torch.
 
-The order of the ranks is Megatron's: tensor ranks are neighbours, then data. For the experts, expert ranks are
-neighbours, then expert_data. A rollout replica consists of rollout.tensor neighbours.
+Ranks have Megatron's order: the ranks of a tensor group are neighbours, and then comes the data dimension. For the
+experts, the ranks of an expert group are neighbours, and then comes expert_data. A rollout replica consists of
+rollout.tensor neighbouring ranks.
 tests/rooms/plan/test_estimates.py compares the groups with those that Megatron creates.
 """
 
@@ -14,7 +15,7 @@ from knobs import ParallelConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The sizes of all groups: ranks = tensor x data = expert x expert_data."""
+    """The sizes of all groups of ranks. The number of ranks is tensor x data = expert x expert_data."""
 
     ranks: int
     tensor: int
@@ -47,11 +48,14 @@ class RankGrid:
         }
 
     def away(self, kind: str) -> float:
-        """Return the share of a rank's messages that leave its node, if every other rank of its group gets as much."""
+        """Return the share of a rank's messages that leave its node.
+
+        This assumes that the rank sends the same number of bytes to every other rank of its group.
+        """
         return self.away_of(*self.groups[kind])
 
     def away_of(self, size: int, distance: int = 1) -> float:
-        """Do the same as away, for a group of ``size`` ranks that are ``distance`` apart."""
+        """Return the same share as ``away``, for a group of ``size`` ranks that are ``distance`` apart."""
         here = min(size, max(1, self.ranks_per_node // distance))
         return (size - here) / max(1, size - 1)
 
@@ -76,7 +80,7 @@ PURPOSE = {
 
 
 def groups(layout: RankGrid) -> dict[str, list[list[int]]]:
-    """Return the ranks of every group of each kind. Each rank is in exactly one group of a kind."""
+    """Return, for each kind of group, the ranks of every group. Each rank is in exactly one group of each kind."""
     return {
         kind: [
             list(range(first + offset, first + size * stride, stride))
@@ -93,7 +97,10 @@ def crossing(members: list[list[int]], ranks_per_node: int) -> int:
 
 
 def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
-    """Return a line for each kind of group: the number of groups, their size and purpose, and how many cross nodes."""
+    """Return a line for each kind of group.
+
+    The line shows the number of groups, their size and purpose, and how many of them have ranks on several nodes.
+    """
     lines = []
     for kind, members in groups(layout).items():
         size, distance = layout.groups[kind]
@@ -104,24 +111,27 @@ def describe(layout: RankGrid, ranks_per_node: int) -> list[str]:
     return lines
 
 
-DEVICE_FILES = {"npu": "davinci", "cuda": "nvidia"}  # how their names in /dev begin; a number follows
+DEVICE_FILES = {"npu": "davinci", "cuda": "nvidia"}  # the names of their files in /dev, without the number at the end
 
 
 def device_files(name: str, root: Path = Path("/")) -> list[int]:
-    """Return the numbers of the files /dev/<name>0, 1, ..."""
+    """Return the sorted numbers of the device files /dev/<name>0, /dev/<name>1 and so on."""
     numbers = [path.name.removeprefix(name) for path in (root / "dev").glob(f"{name}[0-9]*")]
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def device_of(device: str, root: Path = Path("/")) -> str:
-    """Return the device to plan for. With `device: auto`, it is the one whose files are in /dev, otherwise cpu."""
+    """Return the device to plan for: npu, cuda or cpu.
+
+    With `device: auto`, this is the kind of device whose files are in /dev, or cpu if there are none.
+    """
     if device != "auto":
         return device
     return next((kind for kind, name in DEVICE_FILES.items() if device_files(name, root)), "cpu")
 
 
 def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
-    """Return the ranks of a whole node, or on a CPU the smallest number that all parallel sizes divide."""
+    """Return the number of ranks of a whole node, or on a CPU the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
     layout = of(parallel, rollout, 1)

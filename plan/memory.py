@@ -1,14 +1,14 @@
-"""Bytes on one rank in each phase of a step, from a config.json and a layout alone. Nothing here imports torch.
+"""Computes the bytes on one rank in each phase of a step from a config.json and a layout. Nothing here imports torch.
 
 The number of parameters is exact. The activations are the tensors that autograd keeps in model/megatron_model.py and
-lora_megatron.py. tests/rooms/plan/test_estimates.py compares both with a tiny model. preflight.py --dry-run compares
-every phase with the trainer's code at the real size.
-A micro-batch is counted with rows of short prompts. Among packed rows with equally many tokens, these have the most
-completion tokens, and need the most memory. All ranks need the same amount, except that the routing decides how many
-rows the experts of a rank get.
+lora_megatron.py. tests/rooms/plan/test_estimates.py compares both with a tiny model. preflight.py --dry-run runs the
+trainer's code at the real size, and compares every phase with its plan.
+The plan assumes that the prompts of a micro-batch are short. Among packed rows with the same number of tokens, those
+with short prompts have the most completion tokens, so they need the most memory. All ranks need the same amount, except
+that the routing decides how many rows the experts of a rank get.
 
-h is the hidden size, t the number of tokens of a micro-batch, and s = t / tensor the number of these on a rank. N is
-the number of rows that a rank's experts get, and e the bytes of an element.
+h is the hidden size, and t the number of tokens in a micro-batch. A rank has s = t / tensor of them. N is the number of
+rows that the experts of a rank get, and e the number of bytes of an element.
 """
 
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ from plan.way import Way
 GIB = 2**30
 
 # These assumptions are printed with every plan.
-IMBALANCE = 1.5  # rows of the fullest rank's experts / the mean; RL has no load balancing
-MARGIN = 0.05  # share of the device, for fragmentation
+IMBALANCE = 1.5  # rows that the busiest rank's experts get / the mean over ranks; RL has no load balancing
+MARGIN = 0.05  # share of the device's memory that is kept free for fragmentation
 RUNTIME_BYTES = {"cpu": 0.45 * GIB, "npu": 2 * GIB, "cuda": 1 * GIB}  # the process or driver before any tensor
 GRAPH_BYTES = {"cpu": 0, "npu": 1.5 * GIB, "cuda": 1.5 * GIB}  # the engine's captured graphs and workspace
-# For each group without a separate size; on an NPU 2 x HCCL_BUFFSIZE.
+# The bytes of the buffers of a group that is not in HCCL_BUFFER_MIB. On an NPU they are 2 x HCCL_BUFFSIZE.
 BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}
 
 
@@ -47,13 +47,13 @@ BUFFER_BYTES = {"cpu": 0, "npu": 2 * 200 * 2**20, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch needs in addition to parameters and gradients."""
+    """The bytes that one micro-batch needs in addition to parameters and gradients."""
 
-    peak: int  # the most at one time, including the tensors that are kept for the backward pass
-    logits: int  # the part of ``peak`` that a chunk of logits and their gradient take
-    reference: int  # the most in a forward pass that keeps nothing
-    entering: int  # in such a pass when the rows reach the experts, whose weights are then merged
-    recomputed: int  # in a pass with a backward pass, at the same point of a layer that is recomputed
+    peak: int  # the most at one time in an update, including the tensors that are kept for the backward pass
+    logits: int  # the part of ``peak`` for a chunk of logits and the copies of it that exist at the same time
+    reference: int  # the most at one time in a forward pass that keeps nothing for a backward pass
+    entering: int  # in such a forward pass, when the rows reach the experts, whose weights are then merged
+    recomputed: int  # in an update, at the same point of a layer that is being recomputed
 
 
 def activations(
@@ -70,11 +70,11 @@ def activations(
     entropy_bonus: bool = False,
     mask: tuple[int, int] = (0, 0),
 ) -> Activations:
-    """Return the bytes of a micro-batch of ``tokens`` (rows x padded length); ``scored`` of them reach the LM head.
+    """Return the bytes that a micro-batch of ``tokens`` tokens needs. The head gets ``scored`` of these tokens.
 
-    With recompute only the input of each layer is kept. The layer that is being differentiated exists once more.
-    ``mask`` has the bytes of the mask of packed rows, in a pass that keeps it for the backward pass, and in one that
-    does not.
+    ``tokens`` is rows x padded length. With ``recompute``, only the input of each layer is kept. The tensors of a layer
+    exist again while the layer is differentiated. ``mask`` has the bytes of the attention mask of packed rows. The
+    first number is for a pass that keeps the mask for the backward pass, the second for a pass that does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
@@ -90,7 +90,7 @@ def activations(
     head_kept = scored * (h * element + 12) + s * h * norm
     if recompute:
         kept = arch.num_layers * s * h * element + head_kept
-        # Two tensors of the residual stream: the sum after attention, and a gradient.
+        # The last term is two tensors of the residual stream: the sum after attention, and a gradient.
         backward = max(layers[is_moe] + widest[is_moe][0] for is_moe in kinds) + 2 * s * h * element
     else:
         # The embedding is frozen, so layer 0 does not keep its input.
@@ -109,17 +109,20 @@ def activations(
 def _widest(
     arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
 ) -> tuple[float, float]:
-    """Return the bytes at the widest point of a layer, in a backward pass and in a pass that keeps nothing."""
+    """Return the most bytes of temporary tensors in a layer.
+
+    The first number is for a backward pass, the second for a forward pass that keeps nothing for a backward pass.
+    """
     h, width, dense = arch.hidden_size, arch.expert_ffn_size, arch.dense_ffn_size
     if not is_moe:
         return 4 * tokens * dense // layout.tensor * element, tokens * (h + 4 * dense // layout.tensor) * element
     if layout.expert == 1:  # rows that stay on their rank are only sorted
-        # Gate and up are free once three gradients exist; without recompute the fullest moment is before that.
+        # Gate and up are freed once three gradients exist; without recompute, the peak is before that.
         gradients = 3 * h - 2 * width if recompute else h
         return rows * gradients * element, rows * max(2 * h + width, h + 3 * width) * element
-    # A rank puts the rows that return to it into the order of its tokens, to sum them (kernels.combine_rows).
+    # A rank sorts the rows that return to it in the order of its tokens, to sum them (kernels.combine_rows).
     returned = tokens // layout.tensor * arch.experts_per_token * h * element
-    # A MoE layer stores its rows as they are sent, received and sorted, then the experts' output, and this unsorted.
+    # A MoE layer stores its rows as they are sent, received and sorted, then the experts' output, sorted and unsorted.
     copies = 5 if layout.expert < arch.num_experts else 3
     return rows * (3 * h) * element + returned, rows * max(copies * h, 3 * h + 4 * width) * element
 
@@ -127,9 +130,9 @@ def _widest(
 def _kept_by_layer(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float
 ) -> float:
-    """Return the bytes that autograd keeps of one layer.
+    """Return the bytes that autograd keeps of one layer for the backward pass.
 
-    A frozen base linear keeps no input; a LoRA pair keeps two tensors.
+    A frozen linear layer keeps no input. A pair of LoRA factors keeps two tensors.
     """
     h, t, s, e = arch.hidden_size, tokens, tokens // layout.tensor, element
     norm = max(4, e)
@@ -149,7 +152,7 @@ def _kept_by_layer(
     if not is_moe:
         return kept + swiglu(arch.dense_ffn_size // layout.tensor)
     width, rank = arch.expert_ffn_size, lora.rank_of(True)
-    a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # input, gate and up, and their product
+    a_row = h * on["linear_fc1"] + (2 + on["linear_fc2"]) * width  # the input; gate and up; the product of these two
     a_row += rank * (on["linear_fc1"] + on["linear_fc2"])
     kept += rows * (a_row * e + 24) + s * 10 * arch.num_experts  # the second term: the router's scores and maps
     if arch.shared_expert_ffn_size:
@@ -162,13 +165,16 @@ def _kept_by_layer(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: its parts, and the total of each phase, including everything that stays."""
+    """The bytes that one rank needs: by part, and the total in each phase of a step.
+
+    The total of a phase includes all parts that stay in memory.
+    """
 
     parts: dict[str, int]
     phases: dict[str, int]
     capacity: int
-    cached_rows: int  # sequences whose keys and values fit at once, in one replica
-    wanted_rows: int  # sequences of a replica in a step
+    cached_rows: int  # number of sequences of one replica whose keys and values are in memory at the same time
+    wanted_rows: int  # number of sequences that a replica samples in a step
     merged_once: int  # parameters of the experts that are merged once per update, in the engine's memory
 
     @property
@@ -177,7 +183,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The bytes of the fullest phase and of the margin."""
+        """The bytes of the phase that needs the most memory, plus the margin."""
         return self.phases[self.fullest] + self.parts["margin"]
 
 
@@ -187,43 +193,49 @@ RESIDENT += ("engine weights", "engine factors", "key-value cache", "communicati
 
 
 def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
-    """Return the most tokens, with padding, of a rank's forward pass. ``row_tokens``: length of the longest row."""
+    """Return the largest number of tokens, padding included, in one forward pass of a rank.
+
+    ``row_tokens`` is the length of the longest row.
+    """
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     sequences = -(-optim.prompts_per_update * group_size // layout.data)
     return max(longest, min(optim.tokens_per_micro_batch, sequences * longest) // layout.tensor * layout.tensor)
 
 
 def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
-    """Return the most tokens of packed rows in a rank's forward pass. Each row counts as a quarter longer."""
+    """Return the largest number of tokens in one forward pass of a rank with packed rows.
+
+    It is usually smaller than without packing, because model/batches.py counts a packed row as a quarter longer.
+    """
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
     return max(longest, int(padded / 1.25) // layout.tensor * layout.tensor)
 
 
 def _mask(model: ModelConfig, arch: Architecture, tokens: int, row_tokens: int, device: str) -> tuple[int, int]:
-    """Return the bytes of the attention mask of ``tokens``: for each local token, all ``row_tokens`` of its row.
+    """Return the bytes of the attention mask of packed rows, with an element for each pair of a token and a position.
 
-    The first number is for a pass that keeps it for the backward pass, the second for one that does not. A GPU needs
-    none in bf16.
+    There are ``tokens`` tokens, and ``row_tokens`` positions in a row. The first number is for a pass that keeps the
+    mask for the backward pass, the second for a pass that does not. A GPU needs no mask in bf16.
     """
     places = tokens * row_tokens
     if device == "npu":  # one mask of bool
         return places, places
     if device == "cuda" and model.dtype == "bf16":
         return 0, 0
-    # In fp32; torch's attention takes a mask of its own type, and autograd keeps a copy of it in each layer.
+    # The mask is fp32. torch's attention needs it in the dtype of its inputs. Autograd keeps that copy in each layer.
     if model.dtype == "bf16":
         copies = 1 if model.recompute else arch.num_layers
         return places * (4 + 2 * copies), places * 6
-    return places * 4, places * 5  # also counts the bool mask from which it is made
+    return places * 4, places * 5  # the second number includes the bool mask from which the fp32 mask is made
 
 
 def step_memory(
     cfg: Config, arch: Architecture, layout: RankGrid, device: str, capacity: int, imbalance: float = IMBALANCE
 ) -> Memory:
-    """Return every phase of a step on the fullest rank.
+    """Return the bytes of each part and each phase of a step, on the rank that needs the most memory.
 
-    ``device`` is cpu, npu or cuda, and ``capacity`` the bytes of this rank.
+    ``device`` is cpu, npu or cuda, and ``capacity`` is the number of bytes that this rank has.
     """
     element, rollout = ELEMENT_BYTES[cfg.model.dtype], cfg.rollout
     tokens = packed_tokens(cfg.optim, layout, rollout.group_size, cfg.row_tokens)
@@ -281,7 +293,7 @@ def step_memory(
         "margin": int(MARGIN * capacity),
     }
     merging = work.recomputed + one_merged + in_fp32 - work.peak - parts["merged weights"]
-    # In addition to the fullest moment of the other work. Experts in the engine's memory are merged before it.
+    # These bytes are added to the peak of the other work. Experts in the engine's memory are merged before that peak.
     parts["merging in fp32"] = max(0, merging) * (in_passes and not merged)
     resident = sum(parts[name] for name in RESIDENT)
     updating = work.peak + parts["merging in fp32"] + max(parts["merged weights"], dequantised)
@@ -296,17 +308,17 @@ def step_memory(
         device=device,
     ).reference
     swapped = lora * (rollout.staleness > 0)  # the trainer's factors, while the adapters contain older ones
-    # Rank 0 has a checkpoint in the host's memory.
+    # Rank 0 has the whole checkpoint in the host's memory while it saves.
     checkpoint = checkpoint_bytes(arch, cfg.lora, rollout.staleness) * (device == "cpu")
     phases = {
         # Loading reads and rearranges one tensor at a time on the host; the engine does not exist yet.
         "load": base + sum(parts[name] for name in ("lora", "optimizer", "older factors", "teacher", "runtime")),
-        # The first push. If the factors are kept apart, the host has the frozen experts until they are shared.
+        # The first push. If the factors stay separate, the frozen experts are on the host until they are shared.
         "start": resident + first_group + frozen * (device == "cpu" or not adapter),
         "sync": resident + swapped + pushed,
         "rollout": resident + sampling,
-        # A later micro-batch of an update needs the gradients of the earlier ones in addition. The pass of the old
-        # policy merges one weight, or stack of experts, at a time.
+        # A later micro-batch of an update also needs the memory for the gradients of the earlier ones. The pass of the
+        # old policy merges one weight, or one stack of experts, at a time.
         "reference": resident
         + lora
         + max(swapped, parts["teacher"])  # the trainer's factors, while the adapters contain the teacher's
@@ -320,10 +332,11 @@ def step_memory(
 
 
 def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool, shared: bool) -> tuple[int, int]:
-    """Return the bytes of the largest group of tensors in the first push, and the total that a later push needs.
+    """Return two numbers: the bytes of the largest group of tensors in the first push, and all bytes of a later push.
 
-    An engine takes a fused group of tensors whole. The largest group is all experts of a layer, or this rank's experts
-    if the engine uses the trainer's shards. If ``shared`` is true, merged experts are in the engine's memory.
+    An engine takes all tensors of a fused group at the same time. The largest group is all experts of a layer, or this
+    rank's experts if the engine uses the trainer's shards. ``stacks_filled`` is Way.fills_stacks. If ``shared`` is
+    true, the merged experts are in the engine's memory.
     """
     element, h = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer
@@ -336,8 +349,8 @@ def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool
         return group, lora_parameters(arch, cfg.lora, WHOLE) * (4 + element)
     later = group
     if stacks_filled:
-        # Three matrices of this rank, unless they are in the engine's memory, and of all ranks: a stack outlives the
-        # next.
+        # Three matrices, because a stack (gate and up) still exists when the next one (down) is made. They count for
+        # this rank's experts, unless these are in the engine's memory, and for those of all ranks if they are gathered.
         stacks = 3 * experts * ((not shared) / layout.expert + (layout.engine_expert == 1 < layout.expert))
         later = int(max(stacks, 2 * attention * h * element))
     # Quantised weights that are merged in the engine's memory are dequantised in fp32, cast and joined.
@@ -346,33 +359,37 @@ def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool
 
 
 def _sampling_layout(layout: RankGrid) -> RankGrid:
-    """Return the layout whose activations are those of the engine.
+    """Return the layout with which ``activations`` estimates the memory of the engine's forward pass.
 
-    Ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split here.
+    The ranks of a replica split the matrices, but every rank has all tokens. As an upper bound, no matrix is split
+    here, unless more ranks share the experts than the attention.
     """
     tensor, expert = layout.engine_tensor, layout.engine_expert
     return RankGrid(expert, tensor, expert, tensor, expert) if expert > tensor else WHOLE
 
 
 def _cache(rollout: RolloutConfig, arch: Architecture, rows: int, prompt_tokens: int, dtype: str) -> int:
-    """Return the bytes of the key-value cache of one rank; the embedded sampler makes it for ``rows``."""
+    """Return the bytes of one rank's key-value cache.
+
+    vLLM reserves rollout.kv_cache_mib. The embedded sampler makes a cache for ``rows`` rows.
+    """
     if rollout.kind.reserves:
         return rollout.kv_cache_mib * 2**20
-    # In bf16 each row has a copy of its prompt.
+    # In fp32 the rows of a group share the keys and values of their prompt; in bf16 each row has a copy.
     prompts = -(-rows // rollout.group_size) if dtype == "fp32" else rows
     tokens = prompts * prompt_tokens + rows * rollout.max_new_tokens
     return tokens * cache_bytes_per_token(arch, 1, ELEMENT_BYTES[dtype])
 
 
 def communication_buffers(layout: RankGrid, device: str) -> int:
-    """Return the bytes of the buffers of all groups that move tensors of a device: the trainer's and the engine's.
+    """Return the bytes of a rank's communication buffers, for all groups of the trainer and the engine.
 
-    Only groups of several ranks have buffers. Messages between all ranks are on the host.
+    Only groups of several ranks have buffers on the device. Messages between all ranks go through the host.
     """
     sizes = {"tp": layout.tensor, "ep": layout.expert, "dp": layout.data, "ep_dp": layout.expert_data}
     own = {name: 2 * 2**20 * mib for name, mib in HCCL_BUFFER_MIB.items()} if device == "npu" else {}
     trainers = [own.get(name, BUFFER_BYTES[device]) for name, size in sizes.items() if size > 1]
-    # The engine has groups of its tensor ranks, its expert ranks and its fused kernel, and of its data ranks if it
-    # spans all ranks.
+    # The engine has one group each for its tensor ranks, its expert ranks and its fused kernel. It has another one for
+    # its data ranks if it spans all ranks.
     engine = 3 + (layout.engine_expert > layout.engine_tensor) if layout.engine_expert > 1 else 0
     return sum(trainers) + engine * BUFFER_BYTES[device]

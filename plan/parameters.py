@@ -1,4 +1,4 @@
-"""Parameters and bytes of weights on one rank: frozen, adapted, merged, and shared with the engine. Needs no torch."""
+"""Counts the weights on one rank: frozen, adapted, merged, and shared with the engine. Needs no torch."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from plan.way import Way
 
 
 def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
-    """Return the copies, rows and columns of a module on one rank of the trainer."""
+    """Return how many copies (experts) of a module a rank of the trainer has, and the rows and columns of each."""
     return (
         module.copies // layout.expert if module.kind == "experts" else 1,
         module.out_size // (layout.tensor if module.split == 0 else 1),
@@ -32,7 +32,10 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
 
 
 def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
-    """Count the engine's parameters on one rank: some of the experts, or a part of each, and a part of the rest."""
+    """Count the engine's parameters on one rank.
+
+    A rank has some of the routed experts or a part of each one, and a part of the other weights.
+    """
     experts = sum(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.expert_ffn_size
     ranks = layout.engine_tensor
     rest = base_parameters(arch, RankGrid(ranks, ranks, 1, ranks, ranks)) - experts
@@ -40,7 +43,10 @@ def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
 
 
 def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
-    """Return the bytes of a trainer rank's frozen weights, and those that a product dequantises, in fp32 too."""
+    """Return the bytes of the frozen weights on a trainer rank, and those of the part that is dequantised at one time.
+
+    This part exists in fp32 and in the model's dtype together. Without quantisation, its size is 0.
+    """
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
         return whole, 0
@@ -57,7 +63,10 @@ def lora_parameters(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> i
 
 
 def checkpoint_bytes(arch: Architecture, lora: LoraConfig, staleness: int) -> int:
-    """Return the size of a checkpoint in fp32: factors, two moments, and factors of ``staleness`` earlier steps."""
+    """Return the bytes of a checkpoint in fp32.
+
+    It contains the LoRA factors, AdamW's two moments, and the factors of ``staleness`` earlier steps.
+    """
     return 4 * (3 + staleness) * lora_parameters(arch, lora, grid.WHOLE)
 
 
@@ -68,7 +77,10 @@ def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
 
 
 def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
-    """Count the parameters of the frozen and of the merged experts that trainer and engine of a rank share."""
+    """Count the parameters of the frozen and the merged experts that trainer and engine share on one rank.
+
+    Returns the two counts in this order.
+    """
     sizes = [0, 0]
     for module in every_module(arch):
         adapted = module.target in way.cfg.lora.targets
@@ -78,13 +90,20 @@ def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
 
 
 def merged_by_target(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
-    """Count one layer's parameters on one rank that each of lora.targets adapts, with or without its ``experts``."""
+    """Return how many parameters of one layer each of lora.targets adapts on one rank.
+
+    Routed experts count only if ``experts`` is true.
+    """
     own = [module for module in modules(arch, is_moe) if experts or module.kind != "experts"]
     return [sum(math.prod(on_rank(m, layout)) for m in own if m.target == target) for target in lora.targets]
 
 
 def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, experts: bool = True) -> int:
-    """Count the elements of the largest weight, or stack of experts (lora_megatron.merged_parts), merged at once."""
+    """Count the elements of the largest tensor that is merged in one product.
+
+    The tensor is a weight, or a part of a stack of experts (lora_megatron.merged_parts). Routed experts count only if
+    ``experts`` is true.
+    """
 
     def at_once(module: Module) -> int:
         copies, rows, columns = on_rank(module, layout)
@@ -97,18 +116,20 @@ def merged_at_once(arch: Architecture, lora: LoraConfig, layout: RankGrid, exper
 def merged_weights(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, recompute: bool, experts: bool = True
 ) -> int:
-    """Count the parameters of the merged weights during a micro-batch. With ``recompute`` they are those of one layer.
+    """Count the parameters of the merged weights that exist during a micro-batch.
 
-    If the merged experts are in the engine's memory, ``experts`` is false, and the others are counted.
+    With ``recompute``, only the merged weights of one layer exist at a time. If the merged experts are in the engine's
+    memory, ``experts`` is false, and only the other weights are counted.
     """
     layers = {is_moe: sum(merged_by_target(arch, lora, layout, is_moe, experts)) for is_moe in {*arch.moe_layers}}
     return max(layers.values()) if recompute else sum(layers[is_moe] for is_moe in arch.moe_layers)
 
 
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, device: str) -> int:
-    """Return the most bytes that a save needs on a rank besides its shards: the largest whole fp32 tensor.
+    """Return the most bytes that a save needs on a rank in addition to its shards.
 
-    On a CPU the host joins the shards, and gloo copies what it sends and receives.
+    This is the size of the largest whole factor in fp32. On a CPU it is three times as much, because the host joins the
+    shards, and gloo copies the data that it sends and receives.
     """
     adapted = [module for module in every_module(arch) if module.target in lora.targets]
     largest = 4 * max(m.copies * lora.rank_of(m.kind == "experts") * max(m.out_size, m.in_size) for m in adapted)

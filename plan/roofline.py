@@ -1,9 +1,10 @@
-"""Seconds of each phase of a step by a roofline: the least time that the device's arithmetic, memory and links need.
+"""Estimates the seconds of each phase of a step with a roofline model.
 
-This is an estimate, never a measurement. It compares layouts and finds the bottleneck. Every assumption is a field of
-Hardware (facts/devices.py) and is printed with the plan. The phases are the expected seconds; Times.step gives the
-range of a step. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares the formulas with an
-independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
+A roofline is the least time that the device's arithmetic, memory and links need. The result is an estimate, not a
+measurement. Use it to compare layouts and to find the bottleneck. All assumptions about the device are fields of
+Hardware (facts/devices.py), and the plan prints them. Times.phases has the expected seconds of each phase, and
+Times.step the range of a whole step. Nothing here has been run on a 910C. tests/rooms/plan/test_estimates.py compares
+the formulas with an independent calculation for Qwen3-30B-A3B on 16 dies. Nothing here imports torch.
 """
 
 import dataclasses
@@ -22,16 +23,19 @@ from plan.grid import WHOLE, RankGrid
 from plan.memory import Memory
 from plan.parameters import adapter_size, lora_parameters, merged_weights, on_rank
 
-DECODE_PARTS = 16  # in each of which the number of running rows counts as constant
-EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops: a guess
-TURN_SECONDS = 1.0  # for which decoding waits for rollout.environment at a turn: a guess, see --turn-seconds
+DECODE_PARTS = 16  # parts into which decoding is divided; in each, the number of running rows counts as constant
+EQUAL_GROUPS = 0.5  # share of the groups of a round that dynamic sampling drops; a guess
+TURN_SECONDS = 1.0  # seconds that decoding waits for rollout.environment at each turn; a guess, see --turn-seconds
 DECODING = ("with graphs", "without graphs")
-MERGE_BYTES = 28  # read and written for an element of W + s B A: in bf16 and fp32, one operation after the other
+MERGE_BYTES = 28  # bytes read and written per element of W + s B A, by separate operations in bf16 and fp32
 
 
 @functools.cache
 def active_parameters(arch: Architecture) -> int:
-    """Count the parameters that one token is multiplied with. The look-up of its embedding is not counted."""
+    """Count the parameters of all matrices with which a token is multiplied, including the head.
+
+    The embedding is not counted, because it is only looked up.
+    """
 
     def used(module: Module) -> int:
         copies = arch.experts_per_token if module.kind == "experts" else 1
@@ -41,22 +45,22 @@ def active_parameters(arch: Architecture) -> int:
 
 
 class Rows(NamedTuple):
-    """All rows of one pass through the model, packed by group, so a prompt counts once per group."""
+    """The work of one pass through the model. Rows are packed by group, so a prompt counts once per group."""
 
     tokens: float
     scored: float  # tokens that reach the head
-    pairs: float  # products of a query and a key: a prompt's attention is causal, a completion's tokens meet their row
+    pairs: float  # pairs of a query and a key: causal within a prompt; a completion's token with its whole row
 
 
 def equal_rows(number: float, prompt: float, completion: float, group: float = 1) -> Rows:
-    """Return ``number`` equal rows, with lengths in tokens; ``group`` rows share the work on their prompt."""
+    """Return the work of ``number`` equal rows, with lengths in tokens. ``group`` rows share the work on a prompt."""
     tokens = number * (completion + prompt / group)
     pairs = number * (completion * (prompt + completion) + prompt**2 / 2 / group)
     return Rows(tokens, number * max(1, completion), pairs)
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
-    """Return a forward pass's operations: linear layers, attention, and the head, which only completions reach."""
+    """Return the operations of a forward pass in linear layers, attention and head. Only completions reach the head."""
     head = 2 * arch.vocab_size * arch.hidden_size
     return {
         "layers": rows.tokens * (2 * active_parameters(arch) - head),
@@ -66,7 +70,7 @@ def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
 
 
 def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
-    """Return the operations of all LoRA updates in a forward pass: each token meets the factors of its experts."""
+    """Return the operations of all LoRA factors in a forward pass. A token needs only the factors of its experts."""
     own = dataclasses.replace(arch, num_experts=arch.experts_per_token)
     return 2 * tokens * lora_parameters(own, lora, WHOLE)
 
@@ -74,11 +78,12 @@ def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
 def update_flops(
     arch: Architecture, lora: LoraConfig, rows: Rows, *, recompute: bool, merged: bool
 ) -> tuple[float, float]:
-    """Return the operations of the forward and of the backward pass of an update. ``merged``: whether passes merge.
+    """Return the operations of an update's forward pass, and those of its backward pass.
 
-    Frozen weights get no gradient, so the backward pass of a linear layer costs as much as its forward pass. That of
-    attention costs 2.5 times its forward pass, the head computes its logits again, and the factors get gradients. If
-    the trainer merges its weights, the factors' products serve the gradient alone, and their input gets none.
+    Frozen weights get no gradient, so the backward pass of a linear layer costs as much as its forward pass. For
+    attention it costs 2.5 times as much. The head computes its logits again, and the factors get gradients. If
+    ``merged`` is true, the passes merge the factors into the weights. Products with the factors then serve only the
+    factors' gradients, and the gradient of the input needs none.
     """
     parts, low_rank = forward_flops(arch, rows), lora_flops(arch, lora, rows.tokens)
     layers = parts["layers"] + parts["attention"]
@@ -104,8 +109,8 @@ def decode_step(
     """Return the seconds, by cause, of a decode step of ``sequences`` rows with ``context`` cached tokens each.
 
     The rows are spread over all ``ranks``. The device reads its memory while it computes, so the slower of the two
-    counts. ``tensor`` ranks share one copy of the attention, ``expert`` ranks share one copy of the experts. ``away``
-    has the shares of their traffic that leave a node.
+    counts. ``tensor`` ranks share one copy of the attention, and ``expert`` ranks share one copy of the experts.
+    ``away`` has the share of the traffic that leaves a node, for each of these two kinds of group.
     """
     h, layers, moe = arch.hidden_size, arch.num_layers, sum(arch.moe_layers)
     rows = sequences * tensor / ranks  # rows of one tensor group
@@ -122,11 +127,11 @@ def decode_step(
     return slower(reads, {"arithmetic": arithmetic}) | {"exchange": exchange}
 
 
-# ----------------------------------------------------------------------------------------- what ranks send each other
+# ------------------------------------------------------------------------------------------ messages between the ranks
 
 
 def slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Return the slower one of two things that happen at the same time."""
+    """Return the seconds by cause of the slower one of two activities that run at the same time."""
     return max(one, other, key=lambda causes: sum(causes.values()))
 
 
@@ -135,8 +140,9 @@ def exchange_bytes(
 ) -> dict[str, float]:
     """Return the bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
 
-    Tensor ranks gather and scatter the sequence around attention, a dense layer and a shared expert. They also do so at
-    ``ends``: after the embedding and before the head. Expert ranks exchange rows.
+    Tensor ranks gather and scatter the sequence around attention, a dense layer and a shared expert. They also exchange
+    it after the embedding and before the head; ``ends`` counts these exchanges. Expert ranks send each row to its
+    experts and back.
     """
     h, tensor = arch.hidden_size, layout.tensor
     split = arch.num_layers + sum(bool(not is_moe or arch.shared_expert_ffn_size) for is_moe in arch.moe_layers)
@@ -148,10 +154,10 @@ def exchange_bytes(
 def sync_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, element: int, *, apart: bool
 ) -> dict[str, float]:
-    """Return the seconds of a push: every rank receives whole adapted tensors, or reads and writes only its shards.
+    """Return the seconds of a push by cause.
 
-    Before that, each rank merges its shards. If the factors are kept ``apart`` from the weights, only these are sent,
-    in fp32.
+    Each rank merges its shards. Then it receives whole adapted tensors, or, if the engine uses the same shards, only
+    reads and writes these. If the factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
     """
     away, speed = layout.away_of(layout.ranks), hardware.link_share
     if apart:
@@ -171,8 +177,9 @@ def sync_seconds(
 def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
     """Return the bytes that a rank sends over each kind of group to sum the fp32 gradients of an update.
 
-    Factors of routed experts are summed over expert_data, all others over data. If tensor ranks store a factor whole,
-    it is summed over these first: A of a column-parallel matrix, B of a row-parallel one, both of the router.
+    Gradients of routed experts' factors are summed over expert_data, all others over data. If every tensor rank stores
+    a whole factor, its gradient is first summed over the tensor ranks. This concerns A of a column-parallel matrix, B
+    of a row-parallel matrix, and both factors of the router.
     """
 
     def held_whole(module: Module) -> int:
@@ -195,9 +202,12 @@ def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> di
 def optimizer_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, updates: int
 ) -> dict[str, float]:
-    """Return the seconds of all optimizer steps: of summing fp32 gradients over ranks and of AdamW's memory traffic."""
+    """Return the seconds of ``updates`` optimizer steps by cause.
+
+    The causes are the exchange, which sums fp32 gradients over the ranks, and the memory traffic of AdamW.
+    """
     size = 4 * lora_parameters(arch, lora, layout)
-    # 13 passes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
+    # 13 reads or writes: two copies into and out of the message, clipping, and AdamW's four reads and three writes.
     seconds = {
         "exchange": sum(
             hardware.sends(sent, layout.away(kind)) / hardware.link_share
@@ -213,13 +223,13 @@ def optimizer_seconds(
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each phase of a step by cause, and the numbers behind them."""
+    """The seconds of each phase of a step by cause, and the numbers from which they are computed."""
 
-    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; only the slower one of launches and arithmetic
-    decode_steps: float  # in a step, over all rounds and waves
-    decoding: dict[str, Range]  # all decode steps "with graphs" and "without graphs"
-    waves: int  # rounds of sampling, if the engine takes only a part of the rows at once
-    micro_batches: int  # of one rank in one update
+    causes: dict[str, dict[str, float]]  # phase -> cause -> seconds; of launches and arithmetic, only the slower one
+    decode_steps: float  # number in a step, over all rounds and waves
+    decoding: dict[str, Range]  # seconds of all decode steps "with graphs" and "without graphs"
+    waves: int  # number of waves in which a replica decodes its rows; 1 if it decodes all of them together
+    micro_batches: int  # number on one rank in one update
 
     @property
     def phases(self) -> dict[str, float]:
@@ -231,12 +241,12 @@ class Times:
 
     @property
     def step(self) -> Range:
-        """The range of a step, according to the published runs."""
+        """The range of a step: its expected seconds divided and multiplied by a factor that fits the published runs."""
         return spread(self.total)
 
     @property
     def long_phases(self) -> list[str]:
-        """The phases that are worth shortening, because they take a tenth of the step or more."""
+        """The phases that take a tenth of the step or more, so that it is worth shortening them."""
         return [name for name, seconds in self.phases.items() if seconds >= 0.1 * self.total]
 
     def bound(self, phase: str) -> str:
@@ -255,7 +265,10 @@ def step_times(
     longest: float,
     turn_seconds: float = TURN_SECONDS,
 ) -> Times:
-    """Return every phase of a step. ``prompt`` and ``completion`` are mean lengths, ``longest`` is the longest."""
+    """Return the seconds of every phase of a step.
+
+    ``prompt`` and ``completion`` are mean lengths in tokens. ``longest`` is the length of the longest completion.
+    """
     rollout, recompute = cfg.rollout, int(cfg.model.recompute)
     element = ELEMENT_BYTES[cfg.model.dtype]
     sequences = -(-rollout.prompts_per_step * rollout.group_size // layout.data) * layout.data  # of the fullest rank
@@ -271,7 +284,7 @@ def step_times(
         away=(layout.away("rollout"), layout.away_of(layout.engine_expert)),
     )
     rounds = [EQUAL_GROUPS**round_ for round_ in range(1 + rollout.dynamic_rounds)]  # shares of the groups
-    parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, seconds of one of them by cause
+    parts: list[tuple[float, dict[str, float]]] = []  # number of decode steps, and the seconds of each one by cause
     for of_groups in rounds:
         waves, running = _waves(math.ceil(memory.wanted_rows * of_groups), memory, layout)
         for steps, share, tokens in decode_parts(completion, longest, waves, refills=rollout.kind.refills):
@@ -283,7 +296,10 @@ def step_times(
     micro_batches = _micro_batches(cfg.optim, layout, rollout.group_size, prompt, completion)
 
     def passing(operations: float, launches: int, passes: int = 1, ends: int = 2) -> dict[str, float]:
-        """Return the seconds of ``operations`` in ``passes`` through all layers, with ``launches`` per layer in all."""
+        """Return the seconds, by cause, of ``passes`` through all layers.
+
+        Together these passes need ``operations``, and ``launches`` kernel launches per layer and micro-batch.
+        """
         launching = launches * arch.num_layers * updates * micro_batches * hardware.launch_seconds
         sent = exchange_bytes(arch, layout, trained.tokens, element, passes, ends)
         longer = slower({"arithmetic": operations / rate}, {"launches": launching})
@@ -330,30 +346,33 @@ def step_times(
 
 
 def _leaves_cache(rollout: RolloutConfig, waves: int) -> bool:
-    """Return whether a row has left vLLM's prefix cache when its next turn begins."""
+    """Return whether the tokens of a row are no longer in vLLM's prefix cache when its next turn begins."""
     return rollout.kind.refills and waves > 1
 
 
 def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
-    """Return the number of waves in which a replica decodes its ``rows``, and the rows of one wave on all ranks."""
+    """Return the number of waves in which a replica decodes its ``rows``, and the rows of one wave in all replicas."""
     waves = -(-rows // max(1, memory.cached_rows))
     return waves, -(-rows // waves) * layout.replicas
 
 
 def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt: float, completion: float) -> int:
-    """Return a rank's micro-batches per update. batches.plan counts a row with a quarter of its padded length more."""
+    """Return the number of micro-batches of a rank per update.
+
+    Like model/batches.py, it counts the packed tokens of each row and a quarter of the row's padded length.
+    """
     rows = -(-optim.prompts_per_update * group_size // layout.data)
     a_row = completion + prompt / group_size + (prompt + completion) / 4
     return -(-rows // max(1, int(optim.tokens_per_micro_batch // a_row)))
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
-    """Return parts of decoding: (decode steps, share of the rows that still run, tokens that a row has by then).
+    """Return parts of decoding: (number of decode steps, share of the rows that still run, tokens of a row by then).
 
-    Decoding ends with the longest row, of N tokens. Assumed: after t tokens a share (1 - t / N)^(N / mean - 1) still
-    runs, which gives the mean ``completion``. With a mean of N all rows run to the end. An engine that ``refills``, as
-    vLLM does, starts a waiting row as soon as another one ends. Its earlier waves last for a mean row, and are always
-    full.
+    Decoding ends with the longest row, which has N tokens. The plan assumes that after t tokens a share
+    (1 - t / N)^(N / mean - 1) of the rows still runs. This gives the mean length ``completion``. With a mean of N, all
+    rows run to the end. An engine that ``refills``, as vLLM does, starts a waiting row as soon as another one ends. So
+    all its waves but the last count as full, and as long as a mean row.
     """
     ends = 1 if refills else waves  # waves in which fewer and fewer rows run
     places = [(part + 0.5) / DECODE_PARTS for part in range(DECODE_PARTS)]
@@ -364,7 +383,10 @@ def decode_parts(completion: float, longest: float, waves: int, *, refills: bool
 def _decoding(
     arch: Architecture, hardware: Hardware, parts: list[tuple[float, dict[str, float]]], eager: bool
 ) -> dict[str, float]:
-    """Return the seconds of all decode steps by cause: the roofline of each, or its launches if they take longer."""
+    """Return the seconds of all decode steps by cause.
+
+    A step takes as long as its roofline, or as its kernel launches if these take longer.
+    """
     layer = hardware.eager_layer_seconds if eager else hardware.graph_layer_seconds
     causes: dict[str, float] = defaultdict(float)
     for steps, part in parts:
@@ -381,7 +403,7 @@ def assumptions(
     dynamic_rounds: int = 0,
     turn_seconds: float = 0.0,
 ) -> str:
-    """Return the assumptions behind the seconds in one line. ``turn_seconds`` is 0 without an environment."""
+    """Return one line with the assumptions behind the seconds. ``turn_seconds`` is 0 without an environment."""
     graphs, eager, launch = (
         three_digits(1e6 * seconds)
         for seconds in (hardware.graph_layer_seconds, hardware.eager_layer_seconds, hardware.launch_seconds)

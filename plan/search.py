@@ -1,7 +1,7 @@
-"""Does a configuration fit a number of ranks, and which similar layouts fit if it does not? Nothing here imports torch.
+"""Checks whether a configuration fits a number of ranks, and finds similar layouts that fit.
 
-judge() applies every rule of inputs/rules.py and then the memory plan. Everything that alternatives() lists has passed
-judge().
+judge() applies the rules of inputs/rules.py about layouts, and then the memory plan. All layouts that alternatives()
+and fastest() return have passed judge(). Nothing here imports torch.
 """
 
 import functools
@@ -29,8 +29,8 @@ from knobs import Config
 from plan import grid, roofline
 from plan.memory import GIB, Memory, step_memory
 
-LISTED, FASTEST = 6, 5  # alternatives, and layouts of --fastest
-SMALLER = 6  # how many next smaller numbers of ranks are tried
+LISTED, FASTEST = 6, 5  # largest number of alternatives, and of layouts that --fastest lists
+SMALLER = 6  # the search tries this many of the next smaller numbers of ranks
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,25 @@ class Setting:
 
     arch: Architecture
     device: str  # cpu | npu | cuda
-    hardware: Hardware  # of one rank: from HARDWARE, or as a run measured it (plan/calibrate.py)
+    hardware: Hardware  # the device of one rank: from HARDWARE, or with constants from a run (plan/calibrate.py)
     ranks_per_node: int
     prompt_tokens: float  # mean
     completion_tokens: float  # mean
-    turn_seconds: float = roofline.TURN_SECONDS  # for which decoding waits for rollout.environment at a turn
+    turn_seconds: float = roofline.TURN_SECONDS  # seconds that decoding waits for rollout.environment at each turn
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A configuration on a number of ranks, and the reasons against it. If a rule is broken, nothing is planned."""
+    """A configuration on a number of ranks, and the reasons why it does not fit.
+
+    If it breaks a rule, there is no plan of its memory and times.
+    """
 
     cfg: Config
     layout: grid.RankGrid
     reasons: list[str]
     memory: Memory | None = None
-    timed: Callable[[], roofline.Times | None] = lambda: None  # called once, or never if a search drops the layout
+    timed: Callable[[], roofline.Times | None] = lambda: None  # computes ``times`` when they are first needed
 
     @functools.cached_property
     def times(self) -> roofline.Times | None:
@@ -66,7 +69,7 @@ class Verdict:
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Return the rules of inputs/rules.py about layouts that this one breaks."""
+    """Return a message for each rule of inputs/rules.py about layouts that ``cfg`` breaks on ``ranks`` ranks."""
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
@@ -76,7 +79,7 @@ def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
-    """Apply every rule of inputs/rules.py, then compare the memory with the device's."""
+    """Check ``cfg`` on ``ranks`` ranks: apply ``broken_rules``, then compare the planned memory with the device's."""
     arch, layout = setting.arch, grid.of(cfg.parallel, cfg.rollout, ranks, setting.ranks_per_node)
     if reasons := broken_rules(cfg, arch, ranks):
         return Verdict(cfg, layout, reasons)
@@ -111,7 +114,10 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 
 
 def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setting) -> Iterator[Verdict]:
-    """Yield the layouts on ``ranks`` ranks that judge() accepts, base by base, those nearest to ``asked`` first."""
+    """Yield the layouts on ``ranks`` ranks that judge() accepts.
+
+    The layouts of the first of ``bases`` come first, and among these, the layouts nearest to ``asked``.
+    """
     for base in bases:
         layouts = _candidates(base, ranks, setting.arch)
         for cfg in sorted(layouts, key=lambda new: _distance(asked.cfg, new)):
@@ -121,11 +127,13 @@ def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setti
 
 
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
-    """Return the accepted layouts nearest to a refused one, or none if ``refused`` has no reasons against it.
+    """Return the layouts that fit and are nearest to ``refused``, or [] if ``refused`` fits itself.
 
-    The layouts have the requested number of ranks. If none of them fits, other numbers are tried, and the list has the
-    nearest layout of each. Layouts on no more ranks than requested come first, then memory and estimated time decide.
-    The search changes first the layout, then also recompute, then also the micro-batch.
+    The layouts have the requested number of ranks. Wrong batch sizes and a cache that is too small are corrected. The
+    search first changes only the layout, then also recompute, then also the micro-batch. If there was nothing to
+    correct, the list also has the unchanged configuration on the nearest number of ranks on which it fits.
+    If no layout fits on the requested number, the search tries other numbers, and lists the nearest layout for each.
+    In the list, layouts on no more ranks than requested come first; then memory and estimated time decide the order.
     """
     if not refused.reasons:
         return []
@@ -146,10 +154,10 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
-    """Return the layouts on the same number of ranks that take the shortest step, each with its best settings.
+    """Return the layouts with the shortest step on the same number of ranks, each with its best settings.
 
-    The settings are recompute, micro-batch and graphs. The number of updates stays, because with fewer updates a step
-    is shorter and learns less.
+    The settings are recompute, micro-batch and graphs. The search does not change the number of updates per step. With
+    fewer updates, a step would be shorter, but the policy would learn less.
     """
     best: dict[str, Verdict] = {}
     for verdict in accepted(asked, _variants(asked), asked.ranks, setting):
@@ -161,7 +169,7 @@ def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def _variants(asked: Verdict) -> Iterator[Config]:
-    """Yield the configuration with every recompute, micro-batch and graphs that fastest() compares."""
+    """Yield the configuration with each combination of recompute, micro-batch and graphs that fastest() compares."""
     cfg = asked.cfg
     tokens = cfg.optim.tokens_per_micro_batch
     graphs = (True, False) if cfg.rollout.kind.reserves else (cfg.rollout.enforce_eager,)
@@ -173,7 +181,7 @@ def _variants(asked: Verdict) -> Iterator[Config]:
 
 
 def _corrected(refused: Verdict, arch: Architecture) -> Config:
-    """Return the refused configuration with a correct batch equation and cache."""
+    """Return the refused configuration with consistent batch sizes, and with a cache that holds at least one row."""
     cfg = refused.cfg
     prompts, update = cfg.rollout.prompts_per_step, cfg.optim.prompts_per_update
     update = min(divisors(prompts), key=lambda d: abs(math.log(d / update)))
@@ -192,7 +200,7 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
     """Return other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of 2, whole nodes.
 
-    After a die or a node has failed, one of the next smaller ones is wanted.
+    The next smaller numbers are useful after a die or a node has failed.
     """
     node = setting.ranks_per_node
     power = 1 << ranks.bit_length()
@@ -203,7 +211,10 @@ def _other_counts(ranks: int, setting: Setting) -> list[int]:
 
 
 def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]:
-    """Yield every layout of this many ranks whose sizes divide what they must; judge() applies the other rules."""
+    """Yield every layout on ``ranks`` ranks in which each parallel size, taken alone, breaks no rule.
+
+    judge() then applies all rules to the whole layout.
+    """
 
     def trains(**sizes: int) -> bool:
         split = {"tensor": 1, "expert": 1} | sizes
@@ -219,7 +230,7 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
         [size for size in sizes if trains(tensor=size)],
         [size for size in sizes if trains(expert=size)],
         [size for size in searched if samples(size)],
-        {cfg.rollout.expert_parallel, False},  # the engine uses the trainer's shards, or has a separate copy
+        {cfg.rollout.expert_parallel, False},  # if true, the engine uses the trainer's shards; otherwise its own copy
     ):
         yield cfg.changed(
             parallel={"tensor": tensor, "expert": expert}, rollout={"tensor": replica, "expert_parallel": shared}
@@ -227,7 +238,10 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
 
 
 def _distance(asked: Config, new: Config) -> float:
-    """Return how far a layout is from the request, in doublings of sizes."""
+    """Return the distance between two layouts: how often sizes are doubled or halved to get from one to the other.
+
+    A different rollout.expert_parallel adds 0.5.
+    """
     pairs = [
         (asked.parallel.tensor, new.parallel.tensor),
         (asked.parallel.expert, new.parallel.expert),
@@ -252,7 +266,7 @@ KEYS = (  # keys that a search can change, in the order in which overrides are l
 
 
 def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
-    """Return the overrides that turn ``asked`` into ``verdict``: all keys of the layout, and others that differ."""
+    """Return the overrides that turn ``asked`` into ``verdict``: all parallel sizes, and other keys that differ."""
     new, old = ({key: functools.reduce(getattr, key.split("."), each.cfg) for key in KEYS} for each in (verdict, asked))
     listed = {*KEYS[: 3 if asked.cfg.rollout.kind.splits else 2], *(key for key in KEYS if new[key] != old[key])}
     if "optim.prompts_per_update" in listed:
@@ -261,9 +275,9 @@ def overrides(verdict: Verdict, asked: Verdict) -> list[str]:
 
 
 def scripts(config: Path, device: str) -> dict[int, str]:
-    """Return number of ranks -> the script that starts this many on one node with this configuration file."""
+    """Return the scripts that start this configuration file on one node, by the number of ranks that they start."""
     found = {}
-    for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # if two have equally many ranks, the shorter name wins
+    for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # of two with equally many ranks, the shorter name is used
         head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name

@@ -1,10 +1,11 @@
-"""What share of the LoRA update do merged bf16 weights keep?
+"""Estimates the share of the LoRA update that remains in merged bf16 weights.
 
 W + U is rounded to the nearest bf16 number. So a change of less than half the distance to the next number has no effect
 until U has grown. The share is <C, U> / <U, U>, where C is the change that remains, as in the metric sync/update_share.
-Four things are assumed. The weights have a standard deviation of WEIGHTS. The update has normally distributed entries.
-B alone makes it. The gradients of B are noise, or noise and a signal of SIGNAL times its size. A simulation of AdamW
-with rounded weights gives the same (tests/rooms/plan/test_estimates.py). Nothing here imports torch.
+There are four assumptions. The weights have a standard deviation of WEIGHTS. The update has normally distributed
+entries. Only B changes, so A has its initial values. The gradients of B are noise, or noise and a signal of SIGNAL
+times the noise. A simulation of AdamW with rounded weights gives the same shares
+(tests/rooms/plan/test_estimates.py). Nothing here imports torch.
 """
 
 import math
@@ -16,16 +17,17 @@ from knobs import LoraConfig, OptimConfig
 WEIGHTS = 0.02  # standard deviation of the matrices of the 30B
 SIGNAL = 0.3
 STEPS = (5, 20)  # steps after which the share is printed, in addition to the first update
-EXPONENTS = range(-24, 2)  # of the weights that are counted; all others together are 1e-6 of the whole
-LARGE = 2.0  # in distances of bf16 numbers; rounding keeps all but 1e-8 of an entry of this size
+EXPONENTS = range(-24, 2)  # exponents of the weights that are counted; all others together are 1e-6 of the weights
+LARGE = 2.0  # in units of the distance between bf16 numbers; rounding keeps all but 1e-8 of updates above this size
 
 
 def shares(
     optim: OptimConfig, lora: LoraConfig, arch: Architecture, prompts: int, steps: int
 ) -> dict[str, list[float]]:
-    """Return, for each time, the share of the update in the merged weights, with noise alone and with a signal.
+    """Return the share of the update in the merged weights, after the first update and after each step of STEPS.
 
-    ``prompts`` is the number of prompts per step, and ``steps`` the number of steps of the run.
+    Each entry has two shares: for gradients of noise alone, and for noise with a signal. ``prompts`` is the number of
+    prompts per step, and ``steps`` the number of steps of the run. STEPS after the end of the run are left out.
     """
     updates = prompts // optim.prompts_per_update
     rates = [optim.rate(step, steps) for step in range(min(steps, max(STEPS))) for _ in range(updates)]
@@ -34,11 +36,17 @@ def shares(
 
 
 def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architecture) -> float:
-    """Return the share after updates with these rates; ``signal`` is the mean of a gradient whose noise has std 1."""
+    """Return the share after updates with these learning rates.
+
+    ``signal`` is the mean of a gradient whose noise has standard deviation 1.
+    """
     b = size_of_b(rates, signal)
 
     def size(module: Module) -> float:
-        """Return the size of the update's entries (A's are uniform to 1 / sqrt(in)), or 0 without an adapter."""
+        """Return the standard deviation of the update's entries, or 0 if the module has no adapter.
+
+        The entries of A are uniform between -1 / sqrt(in) and 1 / sqrt(in).
+        """
         rank = lora.rank_of(module.kind == "experts")
         return lora.alpha * b / math.sqrt(3 * module.in_size * rank) if module.target in lora.targets else 0.0
 
@@ -50,9 +58,9 @@ def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architectur
 
 
 def size_of_b(rates: list[float], signal: float, beta: float = 0.9) -> float:
-    """Return the root mean square of B's entries after AdamW's updates, once the second moment has settled.
+    """Return the root mean square of B's entries after AdamW's updates, assuming that the second moment has settled.
 
-    The gradient of an update moves B in all later ones, because the first moment decays slowly.
+    A gradient moves B in its own update and in all later updates, because the first moment decays slowly.
     """
     moved, coming = [], 0.0
     for n, rate in reversed([*enumerate(rates, 1)]):
@@ -63,7 +71,7 @@ def size_of_b(rates: list[float], signal: float, beta: float = 0.9) -> float:
 
 
 def kept_of(size: float) -> float:
-    """Return the share of an update with entries of standard deviation ``size`` that is left after rounding."""
+    """Return the share of an update that remains after rounding, if its entries have standard deviation ``size``."""
     weight = NormalDist(sigma=WEIGHTS)
     total = 0.0
     for exponent in EXPONENTS:
@@ -73,9 +81,10 @@ def kept_of(size: float) -> float:
 
 
 def rounded(size: float) -> float:
-    """Return E[x round(x)] / E[x^2] for a normal x with this standard deviation.
+    """Return E[x round(x)] / E[x^2] for a normally distributed x with mean 0 and standard deviation ``size``.
 
-    round(x) is the sum over k of 1 where x is above k - 1/2, and E[x where x > a] is size x density(a / size).
+    For x > 0, round(x) is the number of integers k >= 1 with x > k - 1/2. The mean of x over all x > a, with 0 for the
+    others, is size x density(a / size).
     """
     if size > LARGE:
         return 1.0

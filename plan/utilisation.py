@@ -1,8 +1,8 @@
-"""How well a run used its devices: tokens per second and model FLOPs utilisation (MFU).
+"""Computes how well a run uses its devices: tokens per second and model FLOPs utilisation (MFU, arXiv 2204.02311).
 
-MFU divides two numbers (arXiv 2204.02311): the operations that the model needs for the tokens of a step, by those that
-the devices could have computed in its seconds. Activation recompute does not count as useful work. Nothing here imports
-torch.
+MFU is the quotient of two numbers of operations. The model needs the first number for the tokens of a step. The devices
+could compute the second number in the same time. Activation recompute does not count as useful work. Nothing here
+imports torch.
 """
 
 import re
@@ -13,18 +13,18 @@ from facts.devices import HARDWARE
 from knobs import Config, LoraConfig, Merging
 from plan.roofline import Rows, forward_flops, lora_flops, update_flops
 
-# The driver's names of the devices whose peak HARDWARE contains. The peak is that of bf16.
+# The names that the driver gives to the devices whose peak in bf16 is in HARDWARE.
 NAMES = {"npu": r"Ascend910_93\d\d", "cuda": r"NVIDIA H(?:100 80GB HBM3|200)"}
 Row = tuple[int, int, int]  # number of the group, tokens of the prompt, tokens of the completion
 
 
 def peak_flops(kind: str, name: str, dtype: str) -> float | None:
-    """Return the operations per second of the device that its driver calls ``name``, or None if they are not known."""
+    """Return the peak operations per second of a device that its driver calls ``name``, or None if it is not known."""
     return HARDWARE[kind].flops if dtype == "bf16" and re.fullmatch(NAMES.get(kind, "(?!)"), name) else None
 
 
 def _work(rows: Sequence[Row]) -> Rows:
-    """Add up the tokens and products of ``rows``. A prompt counts once per group."""
+    """Return the work of ``rows`` in one pass through the model. A prompt counts once per group."""
     prompts = {group: prompt for group, prompt, _ in rows}
     completions = sum(completion for _, _, completion in rows)
     pairs = sum(prompt**2 / 2 for prompt in prompts.values()) + sum(c * (p + c) for _, p, c in rows)
@@ -42,9 +42,11 @@ def step_flops(
     earlier_passes: float,
     reference: bool,
 ) -> float:
-    """Return the operations of a step: ``rounds`` times the ``sampled`` rows, and the passes of the ``trained`` rows.
+    """Return the operations of a step: of sampling, and of all passes over the ``trained`` rows.
 
-    ``merged`` and ``earlier_passes`` are those of Config. If ``reference`` is true, there is a pass for loss.kl.
+    Sampling counts as ``rounds`` times the ``sampled`` rows. If ``merged`` is true, the passes merge LoRA into the
+    weights. ``earlier_passes`` is the number of passes without gradients. The pass of the reference for loss.kl is not
+    one of them; it is added if ``reference`` is true.
     """
     work = _work(trained)
     frozen = sum(forward_flops(arch, work).values())
@@ -64,9 +66,10 @@ def speed(
     peak: float | None,
     new_tokens: int,
 ) -> dict[str, float]:
-    """Return the perf/... metrics of a step with these rows and this ``timing``; perf/mfu only with a known ``peak``.
+    """Return the metrics perf/... of a step with these rows and this ``timing``.
 
-    ``new_tokens`` counts all rounds of dynamic sampling; their operations count like those of ``sampled``.
+    perf/mfu is only included if ``peak`` is known. ``new_tokens`` counts the tokens of all rounds of dynamic sampling,
+    which are assumed to need as many operations per token as those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
     found = {

@@ -1,7 +1,8 @@
 """Estimates the hours of a whole run, and the disk space of its checkpoints and completions, from the plan of one step.
 
-The estimate is rough. It multiplies steps by the expected seconds of a step, and adds evaluations by their prefill and
-decode steps. It does not count loading the model, its warm start, or writing checkpoints. Nothing here imports torch.
+The estimate is rough. It is the number of steps times the expected seconds of a step, plus the prefill and the decode
+steps of all evaluations. It does not count the time to load the model, warm-start a tiny model, or write checkpoints.
+Nothing here imports torch.
 """
 
 from typing import NamedTuple
@@ -12,19 +13,22 @@ from plan.memory import GIB
 from plan.parameters import checkpoint_bytes
 from plan.search import Verdict
 
-TOKEN_BYTES, ROW_BYTES = 2, 100  # bytes of a compressed completion; English text with 4 letters per token takes 1.64
-GSM8K_HELD_OUT = 1319  # questions; assumed for every file, and printed. eval.num_questions sets it
+# Bytes of a compressed completion: per token, and in addition per row. English text with 4 letters per token takes 1.64
+# bytes per token.
+TOKEN_BYTES, ROW_BYTES = 2, 100
+# The plan assumes this number of questions for every file, and prints it. A smaller eval.num_questions replaces it.
+GSM8K_HELD_OUT = 1319
 
 
 class WholeRun(NamedTuple):
-    """Seconds of the steps and of the evaluations of a run, and the bytes that it leaves on disk."""
+    """The seconds of the steps and evaluations of a run, and the bytes that the run leaves on disk."""
 
     steps: float
     evaluations: float
     num_evaluations: int
     num_questions: int  # in one evaluation
     kept_bytes: int  # bytes of the checkpoints that stay at the end
-    completion_bytes: float  # bytes of the folder completions/, if no completion ends early
+    completion_bytes: float  # bytes of the folder completions/, if every completion has the maximum length
 
     @property
     def hours(self) -> float:
@@ -34,9 +38,9 @@ class WholeRun(NamedTuple):
 def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
     """Return the estimate for a layout that fits.
 
-    In an evaluation, each question of a set gets a greedy answer, then eval.samples others. A replica takes
-    eval.batch_size questions at once. Every wave of rows counts with the longest completion. A decode step and a prompt
-    take as many seconds as in a training step.
+    In an evaluation, each question gets a greedy answer, then eval.samples sampled answers. A replica takes
+    eval.batch_size questions at once. The estimate counts the longest completion for every wave of rows. It assumes
+    that a decode step and a prompt take as many seconds as in a training step.
     """
     cfg = verdict.cfg
     times = verdict.times
@@ -66,12 +70,15 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
 
 
 def _times_due(every: int, steps: int) -> int:
-    """Return how often something is due that happens every ``every`` steps (0: never), and after the last step."""
+    """Return how often something happens that is due every ``every`` steps and after the last step.
+
+    If ``every`` is 0, it happens only after the last step.
+    """
     return -(-steps // (every or steps))
 
 
 def sentence(run: WholeRun, steps: int) -> str:
-    """Return one line: `estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`."""
+    """Return the line `estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`."""
     hours = [three_digits(seconds / 3600) for seconds in (run.steps, run.evaluations)]
     return (
         f"estimated run: {three_digits(run.hours)} h = {steps} steps {hours[0]} h"

@@ -1,1 +1,1 @@
-"""Writes a run's folder and watches its processes: signals, times, the end of a rank that stalls."""
+"""Writes a run's folder and watches its processes: handles signals, measures times, and ends a rank that stalls."""

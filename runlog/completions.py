@@ -1,7 +1,8 @@
-"""The completions of a run: step-N.jsonl.gz, and eval-N.jsonl.gz for the evaluation after N steps, in completions/.
+"""Writes and reads the completions of a run, which are in the folder completions/.
 
-Each file has one JSON object per line and appears only when it is complete, so it can be read while the run writes. A
-resume removes the files of later steps. No checksum depends on these files, so they may be deleted.
+step-N.jsonl.gz has the completions of step N, and eval-N.jsonl.gz those of the evaluation after N steps. Each file has
+one JSON object per line. A file appears only when it is complete, so it can be read while the run writes. A resume
+removes the files of later steps. No checksum depends on these files, so they may be deleted.
 """
 
 import gzip
@@ -36,7 +37,10 @@ NEEDED = {  # the keys of a row
 
 
 def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
-    """Write the file of a step (``kind`` is step) or of the evaluation after it (eval). Equal rows give equal bytes."""
+    """Write the completions of a step (``kind`` is step) or of the evaluation after it (``kind`` is eval).
+
+    The same rows always give a file with the same bytes.
+    """
     path = run / "completions" / f"{kind}-{step:06d}.jsonl.gz"
     path.parent.mkdir(exist_ok=True)
     text = "".join(json_line({"step": step, **row}) for row in rows)
@@ -44,7 +48,7 @@ def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
 
 
 def files(run: Path, kind: str) -> dict[int, Path]:
-    """Return the files of a kind by step, in the order of the steps."""
+    """Return the files of a kind (step or eval) by their step, in the order of the steps."""
     digits = "[0-9]" * 6
     return {int(path.name[5:11]): path for path in sorted(run.glob(f"completions/{kind}-{digits}.jsonl.gz"))}
 
@@ -62,7 +66,7 @@ def read(path: Path) -> list[Row]:
 
 
 def rewind(run: Path, step: int) -> None:
-    """Remove the files of later steps."""
+    """Remove the files of all steps and evaluations after ``step``."""
     for kind in ("step", "eval"):
         for later, path in files(run, kind).items():
             if later > step:
@@ -70,7 +74,7 @@ def rewind(run: Path, step: int) -> None:
 
 
 def outcome(row: Row) -> str:
-    """Return one of OUTCOMES. A truncated completion was cut off and is not right."""
+    """Return the outcome of a completion, one of OUTCOMES. "truncated" means that it was cut off and is not right."""
     if row["correct"]:
         return "right"
     missed = "wrong" if row["parsable"] else "unparsable"
@@ -78,7 +82,10 @@ def outcome(row: Row) -> str:
 
 
 def telling(rows: list[Row]) -> list[Row]:
-    """Return a row of each outcome, as many as possible from the first question that has the most outcomes."""
+    """Return one row for each outcome that occurs.
+
+    The rows come from the question with the largest number of different outcomes, as far as it has them.
+    """
     kinds = Counter(name for name, _ in {(row["id"], outcome(row)) for row in rows})
     varied = sorted(rows, key=lambda row: kinds[row["id"]], reverse=True)
     first = {outcome(row): row for row in reversed(varied)}

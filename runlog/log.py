@@ -1,11 +1,11 @@
-"""The folder of a run: everything needed to check, repeat and resume the run. Only rank 0 writes.
+"""Writes the folder of a run, with everything that is needed to check, repeat and resume the run. Only rank 0 writes.
 
 out/<name>-<YYYYmmdd-HHMMSS>/
     config.yaml  environment.json  inputs.json  git.json  git.patch  command.txt  run.json    how it was started
     resume-N/                                                                    the same for each resumed start
     metrics.jsonl  moe.jsonl  eval.jsonl  eval_outcomes.jsonl  completions/      the results, without times
     timing.jsonl  log.txt  curves.png  finished.json  run.lock  checkpoints/
-    tensorboard/  wandb/  swanlab/  profile/                                     of train.trackers, train.profile_steps
+    tensorboard/  wandb/  swanlab/  profile/                                for train.trackers and train.profile_steps
 """
 
 import contextlib
@@ -47,7 +47,7 @@ SHORT_PHASES = {"generate": "gen", "reference": "ref"}
 
 
 def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
-    """Create a new folder for a run. Two runs that start in the same second get two folders."""
+    """Create a new folder for a run and return it. Runs that start in the same second get different folders."""
     folder = out_dir / f"{name}-{datetime.now():%Y%m%d-%H%M%S}{f'-{number}' if number > 1 else ''}"
     try:
         folder.mkdir(parents=True)
@@ -60,7 +60,10 @@ def _new_folder(out_dir: Path, name: str, number: int = 1) -> Path:
 
 
 def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Mapping[str, Any]) -> str:
-    """Return `step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`."""
+    """Return the progress line of a step.
+
+    An example is `step 12/200  reward 0.613  kl 0.0021 ...  31.2 s = gen 18.0 + sync 2.1 + ref 6.0 + update 5.1`.
+    """
 
     def number(value: float, decimals: int | None) -> str:
         text = f"{value:.2g}" if decimals is None else f"{value:.{decimals}f}"
@@ -79,9 +82,10 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
 
 
 class RunLog:
-    """Writer of one run's folder. A line is in its file before the call returns. Ranks other than 0 write nothing.
+    """The writer of one run's folder. Ranks other than 0 write nothing.
 
-    Before `open` there is no folder, and the log only prints.
+    Each line is in its file before the method that logs it returns. Before `open` there is no folder, and the log only
+    prints.
     """
 
     def __init__(self, cfg: Config, rank: int) -> None:
@@ -96,10 +100,10 @@ class RunLog:
     def open(
         self, world_size: int, resume: Path | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None
     ) -> None:
-        """Create the folder of a new run, or use that of the run ``resume`` (call ``rewind`` before logging to it).
+        """Create the folder of a new run, or use the folder ``resume`` of an earlier one.
 
-        ``inputs`` are run_record.inputs of the run, if they are known. Raises InputError if the folder cannot be
-        written, or if another process is writing it.
+        After a resume, call ``rewind`` before you log anything. ``inputs`` are the checksums from run_record.inputs, if
+        they are already known. Raises InputError if the folder cannot be written, or if another process is writing it.
         """
         if self.rank != 0:
             self.run_dir = resume
@@ -126,7 +130,7 @@ class RunLog:
                 write_atomically(run_dir / "run.json", json.dumps({"name": self.cfg.name}) + "\n")
 
     def open_trackers(self, steps_done: int) -> None:
-        """Open the trackers in train.trackers. They get the steps after ``steps_done``."""
+        """Open the trackers of train.trackers, which will get the steps after ``steps_done``."""
         if self.rank == 0:
             self.trackers = Trackers(self.cfg.train.trackers, self.run_dir, steps_done, self.say)
 
@@ -136,16 +140,19 @@ class RunLog:
                 file.write(text.encode(errors="backslashreplace"))
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite a .jsonl file with only its ``wanted`` whole lines, byte for byte."""
+        """Rewrite a .jsonl file without the lines that are not ``wanted``, and without incomplete lines at its end.
+
+        The other lines stay the same, byte for byte.
+        """
         path = self.run_dir / name
         if path.exists():
             with disk_errors(path):
                 write_atomically(path, b"".join(line for line, row in whole_lines(path) if wanted(row)))
 
     def rewind(self, step: int) -> None:
-        """Remove everything after ``step`` finished steps, because the resumed run will log it again.
+        """Remove everything that was logged after ``step`` finished steps, because the resumed run will log it again.
 
-        Raises InputError if metrics.jsonl lacks one of the earlier steps.
+        Raises InputError if metrics.jsonl lacks one of the earlier steps, or if an evaluation has no accuracies.
         """
         if self.rank != 0:
             return
@@ -169,7 +176,7 @@ class RunLog:
         self.say(f"resumed {self.run_dir.name} after {step} of {self.cfg.train.steps} steps")
 
     def log_step(self, step: int, metrics: dict[str, float], timing: Mapping[str, float | str]) -> None:
-        """Write a line of metrics (without times), a line of timing and the progress line. ``step`` counts from 1."""
+        """Write a line of metrics without times, a line of timing, and the progress line. ``step`` counts from 1."""
         if self.rank != 0:
             return
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -185,28 +192,31 @@ class RunLog:
         self.bar.update(step - self.bar.n)
 
     def left(self) -> str:
-        """Return `  3 h 20 min left`, estimated from this process so far, or "" for less than a minute."""
+        """Return a text such as `  3 h 20 min left`, or "" if less than a minute is left.
+
+        The estimate is based on the steps of this process so far.
+        """
         done = self.done - self.before
         seconds = (time.monotonic() - self.began) / done * (self.cfg.train.steps - self.done) if done else 0
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"  {f'{hours} h ' * (hours > 0)}{minutes} min left" if hours or minutes else ""
 
     def log_eval(self, step: int, summary: dict[str, Any], outcomes: list[dict[str, Any]]) -> None:
-        """Write the summary of an evaluation after ``step`` finished steps, and one line per question."""
+        """Write the summary of the evaluation after ``step`` finished steps, and a line for each question."""
         self._append("eval_outcomes.jsonl", "".join(json_line({"step": step, **outcome}) for outcome in outcomes))
         self._append("eval.jsonl", json_line({"step": step, **summary}))
         self._track(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the summaries logged so far, including those from before a resume. Ranks other than 0 return []."""
+        """Return the summaries of all evaluations so far, including those before a resume. Ranks except 0 return []."""
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write lines about ``step`` to a .jsonl file."""
+        """Append ``rows`` to the .jsonl file ``name``, each with the number of the step."""
         self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
 
     def log_completions(self, kind: str, step: int, rows: list[completions.Row]) -> None:
-        """Write the completions of a step, or of the evaluation after it. The trackers show a few of a step."""
+        """Write the completions of a step, or of the evaluation after it. Trackers show a few completions of a step."""
         if self.rank != 0 or not rows:
             return
         with disk_errors(self.run_dir / "completions"):
@@ -219,7 +229,10 @@ class RunLog:
             self.trackers.log(step, values)
 
     def reached(self) -> str:
-        """Return how far the run is and how to continue it, for a process that is being ended; "" at its start."""
+        """Return how far the run is and how to continue it, or "" if it has no folder yet.
+
+        A process that is being ended prints this text.
+        """
         if self.run_dir is None:
             return ""
         saved = max(self.run_dir.glob("checkpoints/step-*"), default=None)
@@ -230,7 +243,7 @@ class RunLog:
         )
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar, and write it to log.txt with the time."""
+        """Print a line above the progress bar, and write it with the time to log.txt. Only rank 0 does so."""
         self.said = time.monotonic()
         if self.rank == 0:
             tqdm.write(text)
@@ -238,7 +251,7 @@ class RunLog:
             self._write_to_log(text)
 
     def note(self, text: str) -> None:
-        """Write to log.txt why the run ends, if the file can be written."""
+        """Write ``text``, the reason why the run ends, to log.txt. An error while writing it is ignored."""
         with contextlib.suppress(InputError):
             self._write_to_log(text)
 
@@ -247,7 +260,7 @@ class RunLog:
             self._append("log.txt", f"{datetime.now():%H:%M:%S} {text}\n")
 
     def finish(self, result_line: str, checks: dict[str, str]) -> None:
-        """Write finished.json: the result, the messages of ``checks`` that warned, and checksums of all records."""
+        """Write finished.json: the result, the messages of the ``checks`` that warned, and the records' checksums."""
         if self.rank != 0:
             return
         with disk_errors(self.run_dir):
@@ -260,7 +273,7 @@ class RunLog:
         self.say(result_line)
 
     def close(self) -> None:
-        """End the progress bar and the trackers, and release the folder for other processes."""
+        """Close the progress bar and the trackers, and unlock the folder for other processes."""
         for part in (self.bar, self.trackers, self.lock):
             if part is not None:
                 part.close()

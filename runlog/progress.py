@@ -1,4 +1,4 @@
-"""The progress of a process: its end by a signal, the times of a step, and the end of a rank without progress."""
+"""Ends a process at a signal, measures the times of a step, and ends a rank that makes no progress."""
 
 from __future__ import annotations
 
@@ -21,35 +21,40 @@ if TYPE_CHECKING:
 
     from runlog.log import RunLog
 
-PROGRESS_SECONDS = 30  # longest time without a line, even in a long phase
-GRACE_SECONDS = 2.0  # between report and exit, so that other ranks, which wait for this one, also report
+PROGRESS_SECONDS = 30  # longest time without a line in the log, even in a long phase
+GRACE_SECONDS = 2.0  # time between report and exit, so that other ranks, which wait for this one, also report
 
 
 # ------------------------------------------------------------------------------------------------ the end by a signal
 
-# In order: Ctrl-C; a scheduler or torchrun; the end of a terminal; a scheduler's warnings before its time limit.
+# In this order, they come from Ctrl-C, a scheduler or torchrun, and a terminal that is closed. The last two are a
+# scheduler's warnings before its time limit.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOT_STARTED = "before the first step of this start; the same command starts it again"
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the SIGNALS that should end this process, without those that it ignores from the start, as under nohup."""
+    """Return the SIGNALS that should end this process.
+
+    Signals that the process ignores from its start, as it does under nohup, are left out.
+    """
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str], None] = lambda line: None) -> None:
-    """Let each of ending_signals() end this process at once. Rank 0 prints and notes one line with ``reached()``.
+    """Make each of ending_signals() end this process at once.
 
-    Python calls handlers in the main thread, but not while that thread waits in a collective. However, it writes the
-    number of a signal to a pipe as soon as it arrives, and a thread here reads the pipe. A thread could also wait for a
-    blocked signal without a pipe. But the signal would stay blocked in every program that this process starts.
+    Before that, rank 0 prints one line with ``reached()``, and calls ``note`` with it. Python calls signal handlers in
+    the main thread, but not while that thread waits in a collective. However, Python writes the number of a signal to a
+    pipe as soon as the signal arrives, and a thread here reads the pipe. Without a pipe, a thread could wait for a
+    blocked signal, but the signal would then stay blocked in every program that this process starts.
     """
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     ending = ending_signals()
     for number in ending:
-        signal.signal(number, lambda number, frame: None)  # otherwise the system would act before the thread
+        signal.signal(number, lambda number, frame: None)  # otherwise the system would act before the thread does
     os.register_at_fork(after_in_child=lambda: _end_silently(ending))
 
     def wait() -> None:
@@ -68,7 +73,7 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
 
 
 def _end_silently(ending: list[signal.Signals]) -> None:
-    """Let the system end a forked process, which does not have this thread."""
+    """Restore the system's handling of signals in a forked process, which lacks the thread that handles them."""
     signal.set_wakeup_fd(-1)
     for number in ending:
         signal.signal(number, signal.SIG_DFL)
@@ -78,10 +83,11 @@ def _end_silently(ending: list[signal.Signals]) -> None:
 
 
 class StepTimer:
-    """The time of each phase of one step on ``device``, and its peak of memory if the device counts its memory.
+    """The time and the peak memory of each phase of one step on ``device``.
 
-    A phase that occurs several times counts once, with the sum of its times. The phases add up to the step. The host
-    runs ahead of an accelerator, so a phase ends when the device has finished its work.
+    Peaks exist only if the device counts its memory. A phase that occurs several times counts once, with the sum of its
+    times. The times of all phases add up to the time of the step. The host runs ahead of an accelerator, so a phase
+    ends when the device has finished the work of the phase.
     """
 
     def __init__(self, heartbeat: Heartbeat, step: int, device: torch.device) -> None:
@@ -114,7 +120,7 @@ class StepTimer:
             self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
 
     def peak(self) -> tuple[float, str] | tuple[()]:
-        """Return GiB and name of the phase with the highest memory use, or () if the device does not count memory."""
+        """Return the GiB and the name of the phase that uses most memory, or () if the device does not count memory."""
         return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
 
     @property
@@ -128,7 +134,10 @@ class StepTimer:
         return dict(total)
 
     def timing(self, new_tokens: int) -> dict[str, float]:
-        """Return the seconds of each phase and of the whole step, and the generated tokens per second of the step."""
+        """Return the metrics timing/PHASE_s of each phase, timing/step_s of the whole step, and perf/tokens_per_s.
+
+        The last one is ``new_tokens`` divided by the seconds of the step.
+        """
         total = self.devices.seconds_between(self.start, self.devices.moment(self.device))
         phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
         return phases | {"timing/step_s": round(total, 4), "perf/tokens_per_s": round(new_tokens / total, 1)}
@@ -138,11 +147,11 @@ class StepTimer:
 
 
 class Heartbeat:
-    """A thread that ends the process after ``stall_seconds`` without a `beat`. With 0 seconds there is no such thread.
+    """A thread that ends the process after ``stall_seconds`` without a `beat`. With 0 seconds there is no thread.
 
-    It prints the last phase and the stack of every thread. If a collective waits, the stack shows it. Code that holds
-    Python's global lock (GIL) also stops this thread. Then faulthandler, which needs no lock, prints the stacks and
-    ends the process with exit code 1, after 1.5 x ``stall_seconds``.
+    Before that, the thread prints the last finished phase and the stack of every thread. If a collective waits, its
+    stack shows this. Code that keeps Python's global lock (GIL) also stops this thread. In that case, faulthandler,
+    which needs no lock, prints the stacks and ends the process with exit code 1, after 1.5 x ``stall_seconds``.
     """
 
     def __init__(self, stall_seconds: int, log: RunLog) -> None:
@@ -154,16 +163,16 @@ class Heartbeat:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def beat(self, done: str = "") -> None:
-        """Report that this rank is alive and has finished ``done``. If it is "", the last name stays."""
+        """Report that this rank is alive and has finished ``done``. If ``done`` is "", the last name stays."""
         self.done, self.last = done or self.done, time.monotonic()
         if self.last - self.log.said > PROGRESS_SECONDS:
             self.log.say(f"still working; last finished: {self.done}{self.log.left()}")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let this rank wait in this block for ranks that may have more to do. Their heartbeats watch them.
+        """Switch the limit of ``stall_seconds`` off in this block, in which this rank waits for ranks with more work.
 
-        parallel.timeout_seconds limits the wait.
+        The heartbeats of those ranks watch them, and parallel.timeout_seconds limits the wait.
         """
         self.waits = True
         try:
@@ -173,7 +182,7 @@ class Heartbeat:
             self.waits = False
 
     def stop(self) -> None:
-        """Stop watching."""
+        """End the thread, so that this process is no longer watched."""
         self.stopped.set()
 
     def _watch(self) -> None:
@@ -181,12 +190,12 @@ class Heartbeat:
             still = time.monotonic() - self.last
             if still > self.stall_seconds and not self.waits:
                 self._end(still)
-            # As long as this thread runs, it postpones the end by faulthandler. 2 is the number of stderr.
+            # As long as this thread runs, it postpones the time at which faulthandler acts. File 2 is stderr.
             faulthandler.dump_traceback_later(1.5 * self.stall_seconds, exit=True, file=2)
         faulthandler.cancel_dump_traceback_later()
 
     def _end(self, still: float) -> None:
-        """Report where this rank has made no progress for ``still`` seconds, and end the process."""
+        """Report that this rank has made no progress for ``still`` seconds, with all stacks, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         limit = f"train.stall_seconds = {self.stall_seconds}"
         cause = f"made no progress for {still:.0f} s; last finished: {self.done} ({limit})"
@@ -198,7 +207,7 @@ class Heartbeat:
 
 
 def tracebacks() -> str:
-    """Return the stack of every other thread, innermost call last. The main thread comes last."""
+    """Return the stacks of all threads but this one, with the innermost call last. The main thread comes last."""
     frames = sys._current_frames()
     others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
     return "\n".join(

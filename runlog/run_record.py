@@ -1,8 +1,8 @@
-"""The records of a run: files that are never half written, rows of JSON, and how the run was started.
+"""Writes and reads the records of a run: the metrics of its steps, and how it was started.
 
-The numbers of a step are rows of a .jsonl file, one object per line. Reading them gives bit-identical floats.
-`write_records` stores the resolved configuration, the environment, the git state of the source, the checksums of model
-and data, and the command. `checksums` returns the checksums of everything that a finished run has written.
+The numbers of a step are a row of a .jsonl file, which has one JSON object per line. Reading them gives bit-identical
+floats. `write_records` stores the resolved configuration, the environment, the git state of the source, the checksums
+of model and data, and the command. `checksums` returns the checksums of all records of a finished run.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ THREADS = 8  # number of threads that read files for their checksums
 
 
 def lock_file(path: Path) -> BinaryIO:
-    """Open and lock a file. Closing it, or the end of the process, releases the lock.
+    """Open a file and lock it for this process, until the file is closed or the process ends.
 
     Raises BlockingIOError if another process has the lock, and another OSError if the file system has no locks.
     """
@@ -63,16 +63,19 @@ def sha256_file(path: Path) -> str:
 
 
 def checksums(run_dir: Path) -> dict[str, str]:
-    """Return the sha256 of the records of a run and of its resumed starts (resume-N/), by path in its folder.
+    """Return the sha256 of the records of a run and of its resumed starts (resume-N/), by path in the run's folder.
 
-    They do not include the log, the figure, the lock and the checkpoints, nor finished.json, which contains the sums.
+    The log, the figure, the lock and the checkpoints are not included, nor is finished.json, which contains the sums.
     """
     found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
     return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Return one line of strict JSON, keys in their order. "nonfinite" lists keys whose number is NaN or infinite."""
+    """Return one line of strict JSON with the keys of ``row`` in their order.
+
+    A number that is NaN or infinite becomes null, and its key is added to the list "nonfinite".
+    """
     written = json.dumps(row, default=lambda value: value.tolist())  # for scalars and arrays of numpy and torch
     plain = json.loads(written, parse_constant=lambda name: None)
     if lost := [key for key, value in row.items() if value is not None and plain[str(key)] is None]:
@@ -81,7 +84,10 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return a .jsonl file's lines before the first incomplete one, each as bytes and decoded; [] without a file."""
+    """Return the lines of a .jsonl file before the first incomplete one, each as its bytes and its decoded row.
+
+    Return [] if there is no file.
+    """
     lines = []
     for line in read_bytes(path).splitlines(keepends=True) if path.exists() else []:
         try:
@@ -95,7 +101,7 @@ def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl file of the run, oldest first; [] without a file."""
+    """Return the rows of a .jsonl file of the run, oldest first, or [] if there is no file."""
     return [row for _, row in whole_lines(path)]
 
 
@@ -111,7 +117,7 @@ def _without_homes(text: str) -> str:
 
 
 def _private(text: str) -> str:
-    """Remove home folders, the user's and the machine's name and addresses from ``text``, as records are published."""
+    """Replace home folders, names of user and machine, and addresses in ``text``, because records are published."""
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", _without_homes(text))
     host, home = socket.gethostname(), Path(os.path.expanduser("~"))
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home.name, host, host.split(".")[0]}
@@ -122,9 +128,10 @@ def _private(text: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU in /proc/cpuinfo and its vector instructions, otherwise the name of the platform.
+    """Return the name of the CPU and its vector instructions from /proc/cpuinfo, or otherwise the platform's name.
 
-    Virtual machines with the same CPU name can have different instructions, which round differently.
+    The instructions are included because virtual machines with the same CPU name can have different ones, which round
+    differently.
     """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -134,8 +141,8 @@ def cpu_name() -> str:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Return versions, machine, and the environment variables that change results or speed."""
-    # Python imports the first version in the order of sys.path, which is the last one here and replaces the others.
+    """Return a description of the versions, the machine, and the environment variables that change results or speed."""
+    # Python imports the first version in the order of sys.path. Here it comes last, and so replaces the others.
     installed: dict[str, str | None] = {}
     for distribution in reversed(list(metadata.distributions())):
         described = distribution.metadata  # each access reads the whole file
@@ -164,7 +171,7 @@ def variant_name(name: str) -> str:
 
 
 def git(*arguments: str) -> bytes:
-    """Return the output of git in the folder of the source; empty without git, a repository or a commit."""
+    """Return the output of git in the folder of the source, or b"" if the command fails or git is not installed."""
     # In a container, a mounted repository often has another owner, and git would refuse it.
     command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
     try:
@@ -174,7 +181,10 @@ def git(*arguments: str) -> bytes:
 
 
 def git_state() -> tuple[dict[str, Any], bytes]:
-    """Return the commit of the source, whether it has changes (both None without a repository), and their patch."""
+    """Return the commit of the source and whether it has uncommitted changes, and the patch of these changes.
+
+    Without a repository or a commit, both values are None, and the patch is empty.
+    """
     commit = git("rev-parse", "HEAD").decode().strip()
     if not commit:
         return {"commit": None, "dirty": None}, b""
@@ -190,13 +200,16 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 
 
 def inputs(files: dict[str, dict[str, Path]], beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
-    """Return the sha256 of each of input_files. 60 GB take a minute at first, or half an hour from a slow disk."""
+    """Return the sha256 of each of ``files``, which are input_files of a run.
+
+    The first reading of 60 GB takes a minute, or half an hour from a slow disk. ``beat`` is called after each file.
+    """
     found = sha256_of_inputs([path for named in files.values() for path in named.values()], beat)
     return {kind: {name: found[path] for name, path in named.items()} for kind, named in files.items()}
 
 
 def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
-    """Return every data file that a run reads, by its key. [0], [1] and so on follow the key of a list."""
+    """Return every data file that a run reads, by its key. For a list of files, [0], [1] and so on follow the key."""
     sets = {f"eval.sets.{name}": paths for name, paths in evaluation.sets.items()}
     read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
     return {
@@ -210,11 +223,11 @@ def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
 def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
     """Return the model's files by name, the data files by use, and the files of the user's functions and teacher.
 
-    With their checksums, a record shows which weights were used, and not only their names.
+    A record contains the checksums of these files, so it shows which weights were used, not only their name.
     """
     folder = Path(cfg.model.path)
     model = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    # inputs.json has the name train for data.train_path.
+    # In inputs.json, data.train_path is called train.
     read = data_files(cfg.data, cfg.eval)
     used = {re.sub(r"^data\.(\w+)_path", r"\1", key): Path(path) for key, path in read.items()}
     own = {f"{key} {name}": path for key, name, path in functions.files(cfg.reward, cfg.loss, cfg.rollout)}
@@ -227,7 +240,7 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
 
 
 def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None) -> dict[Path, str]:
-    """Return the sha256 of each file. Several threads read them, and ``beat`` is called after each file."""
+    """Return the sha256 of each file. Several threads read the files, and ``beat`` is called after each of them."""
     found = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for path, checksum in zip(paths, pool.map(sha256_file, paths), strict=True):
@@ -237,7 +250,10 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
 
 
 def of_last_start(run_dir: Path, name: str) -> Path:
-    """Return the file ``name`` of the last start that wrote one, in a resume-N/ or in the folder of the run."""
+    """Return the path of the file ``name`` that the last start of the run wrote.
+
+    It is in the last resume-N/ that has one, otherwise in the folder of the run.
+    """
     resumed = [path for path in run_dir.glob(f"resume-*/{name}") if path.parent.name[7:].isdecimal()]
     return max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / name)
 
@@ -245,11 +261,11 @@ def of_last_start(run_dir: Path, name: str) -> Path:
 def changed_inputs(
     run_dir: Path, files: dict[str, dict[str, Path]], model: Path, beat: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Return a line for each of ``files`` (input_files) whose checksum differs from that of the run's last start.
+    """Return a line for each of ``files`` (input_files) whose checksum has changed since the run's last start.
 
-    Hidden files of the model's folder and absent files of the data or the teacher do not count, because nothing reads
-    them. If inputs.json cannot be read, one line says so. ``model`` is the model's folder, needed for the path of a
-    file that no longer exists.
+    Hidden files in the model's folder are ignored, because nothing reads them. So are files of the data or the teacher
+    that are absent now. If inputs.json cannot be read, the only line says so. ``model`` is the model's folder, which
+    gives the path of a file that no longer exists.
     """
     record = of_last_start(run_dir, "inputs.json")
     try:
@@ -260,7 +276,7 @@ def changed_inputs(
     lines = []
     for kind in present | recorded:
         now, was = present.get(kind, {}), recorded.get(kind, {})
-        if kind in ("data", "teacher"):  # an absent file of these is not read; a start refuses it before
+        if kind in ("data", "teacher"):  # an absent file is not read; if it is needed, the start has raised InputError
             was = {name: was[name] for name in was if name in now}
         for name in sorted(now.keys() | was.keys()):
             if now.get(name) != was.get(name) and not name.startswith("."):
@@ -275,7 +291,10 @@ def _state(checksum: str | None) -> str:
 
 
 def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list[str]:
-    """Return the lines of changed_inputs if they are accepted. Otherwise raise InputError, which says ``how`` to."""
+    """Return ``changed``, the lines of changed_inputs, if it is empty or ``accept`` is true.
+
+    Otherwise raises InputError. Its message says with ``how`` that the user can accept the changes.
+    """
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(f"{changed[0]}{more}; restore the old content, or {how}")
@@ -288,9 +307,9 @@ def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list
 def write_records(
     folder: Path, cfg: Config, world_size: int, read: Mapping[str, Mapping[str, str]] | None = None
 ) -> None:
-    """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt of a start of the run.
+    """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt for a start of the run.
 
-    ``read`` is `inputs` of its input_files. Without it, they are read here.
+    ``read`` has the checksums that `inputs` returns for the run's input_files. Without it, they are computed here.
     """
     source, patch = git_state()
     if source["commit"] is None:
@@ -307,7 +326,7 @@ def write_records(
         "inputs.json": json.dumps(read or inputs(input_files(cfg)), indent=1) + "\n",
         "environment.json": json.dumps(environment(world_size), indent=1) + "\n",
         "git.json": json.dumps(source) + "\n",
-        # This replaces only home folders: without a name in `name=tiny`, it would be another command.
+        # Only home folders are replaced. If a name in `name=tiny` were replaced as well, the command would be another.
         "command.txt": _without_homes(command) + "\n",
         **({"git.patch": patch} if source["commit"] else {}),
     }

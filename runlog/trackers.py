@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases and SwanLab show the metrics and completions of a run while it trains (train.trackers).
+"""Shows a run's metrics and completions in TensorBoard, Weights & Biases and SwanLab while it trains (train.trackers).
 
-Their packages run in the process of rank 0. A tracker that raises an exception is switched off with one warning, and
-the training continues. A tracker that hangs delays the training.
+The trackers' packages run in the process of rank 0. A tracker that raises an exception is switched off with one
+warning, and the training continues. A tracker that hangs delays the training.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 from facts.exits import InputError
 from runlog.run_record import SECRETS
 
-FOLDER = "TRACKERS_DIR"  # the variable of a folder of packages only for trackers; the training's packages come first
+FOLDER = "TRACKERS_DIR"  # variable with a folder of packages that only trackers need; Python searches it last
 INSTALL = f"pip install --no-deps --target FOLDER -r requirements/trackers.txt, then set {FOLDER}=FOLDER"
 PROJECT = "megatron-grpo"  # WANDB_PROJECT and SWANLAB_PROJECT replace it
 MOST_LETTERS = 300  # longest reason in a warning
@@ -28,7 +28,10 @@ COLUMNS = ("question", "gold", "reward", "correct", "finish", "completion")  # t
 
 
 class TensorBoard:
-    """An event file per start of the run. Its first event removes the later steps of earlier starts."""
+    """A tracker that writes one event file for each start of the run.
+
+    The first events of a file make TensorBoard drop the steps after ``steps_done`` that earlier starts have logged.
+    """
 
     def __init__(self, run_dir: Path, steps_done: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -47,7 +50,7 @@ class TensorBoard:
         self.writer.flush()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Show numbers, and texts in the form of html_of."""
+        """Write the numbers, and the texts in the form that html_of returns."""
         shown = [
             {"tag": name, **(value if isinstance(value, dict) else {"simple_value": value})}
             for name, value in values.items()
@@ -61,8 +64,8 @@ class TensorBoard:
 def open_wandb(run_dir: Path, steps_done: int) -> Any:
     """Open a wandb run that does not record code, console, host, user, command or git.
 
-    Online, a resume continues the run with this id, and wandb ignores steps that it already has. Offline, each start
-    writes a folder with its own steps under the same id.
+    Online, a resume continues the run with the same id, and wandb ignores steps that it already has. Offline, each
+    start writes a separate folder with its own steps, under the same id.
     """
     import wandb
 
@@ -100,7 +103,7 @@ def open_swanlab(run_dir: Path, steps_done: int) -> Any:
     return swanlab.init(**_run_options(run_dir, "SWANLAB"), log_dir=str(run_dir / "swanlab"), settings=settings)
 
 
-# Each entry opens a tracker for a run's folder, with log(values, step) and finish(). Steps never decrease.
+# Each entry opens a tracker for a run's folder. A tracker has log(values, step) and finish(). Steps never decrease.
 OPEN: dict[str, Callable[[Path, int], Any]] = {
     "tensorboard": TensorBoard,
     "wandb": open_wandb,
@@ -109,7 +112,10 @@ OPEN: dict[str, Callable[[Path, int], Any]] = {
 
 
 def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
-    """Return the options that wandb and swanlab share. Without an API key they stay offline and do not ask for one."""
+    """Return the options that wandb and swanlab have in common.
+
+    Without an API key, both stay offline and do not ask for one.
+    """
     mode = os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
     return {
         "project": os.environ.get(f"{prefix}_PROJECT") or PROJECT,
@@ -121,7 +127,10 @@ def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
 
 
 def html_of(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of completions in the form that the tracker ``name`` needs. TensorBoard also renders HTML."""
+    """Return an HTML table of completions in the form that the tracker ``name`` needs.
+
+    TensorBoard gets it as a text summary, because it renders the HTML in texts.
+    """
     table = f"<tr><th>{'</th><th>'.join(COLUMNS)}</th></tr>"
     for row in rows:
         cells = "</pre></td><td><pre>".join(html.escape(str(row[key])) for key in COLUMNS)
@@ -144,7 +153,7 @@ class Trackers:
                 self.open[name] = OPEN[name](run_dir, steps_done)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the finite numbers among ``values``, and the rows under "completions"."""
+        """Send the finite numbers among ``values`` and the rows under the key "completions" to every tracker."""
         numbers = {key: x for key, x in values.items() if type(x) in (int, float) and math.isfinite(x)}
         for name, tracker in [*self.open.items()]:
             with self._off_after_failure(name):
@@ -159,7 +168,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _off_after_failure(self, name: str) -> Iterator[None]:
-        """End the tracker ``name`` after an exception in this block, with one warning that shows no API key."""
+        """Make an exception in this block switch off the tracker ``name``, with one warning that shows no API key."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -172,7 +181,10 @@ class Trackers:
 
 
 def refuse_missing(names: Iterable[str]) -> None:
-    """Raise InputError if a tracker's package is not installed. Adds the folder in TRACKERS_DIR to sys.path."""
+    """Raise InputError if a tracker's package is not installed.
+
+    If TRACKERS_DIR is set, its folder is added to the end of sys.path first.
+    """
     folder = os.environ.get(FOLDER)
     if folder and names:
         sys.path.append(os.path.abspath(folder))
