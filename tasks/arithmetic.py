@@ -60,8 +60,8 @@ def examples(
 ) -> list[tuple[str, str]]:
     """Return ``num`` different pairs (question, worked answer) with operands from ``low`` to ``high``.
 
-    With ``heldout`` they are test questions, otherwise training questions. Raises InputError if the range has no
-    training pair, no test pair, or fewer than ``num`` questions.
+    They are test questions if ``heldout`` is true, and otherwise training questions. Raises InputError if the range of
+    operands has no training pair, no test pair, or fewer than ``num`` questions.
     """
     for part in (True, False):
         draw_lines(random.Random(0), low, high, part)  # raises InputError if there is no pair

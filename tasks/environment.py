@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The tokens that follow a Turn, or the reason to end it. With neither of them, the policy simply continues."""
+    """The tokens that follow a Turn, or the reason why the completion ends. With neither, the policy just continues."""
 
     tokens: list[int] = []  # the environment's tokens
     reason: str = ""  # the finish_reason if the completion ends here
@@ -58,7 +58,7 @@ class Template(NamedTuple):
 
 
 class Environment:
-    """The function of rollout.environment, as an engine uses it. The engine has tokens; the function gets texts."""
+    """The function of rollout.environment, as an engine calls it. Engines work with tokens, the function with texts."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Environment:
     def _without_asking(self, turn: Turn) -> Reply | None:
         """Return the reply to a turn that the function need not answer, or None if the function has to answer it.
 
-        It need not answer if the turn has not ended, or has ended with another end token than the template's.
+        It need not answer if the turn has not ended, or has ended with an end token other than the template's.
         """
         if turn.tokens[-1] in self.stop_tokens:
             return None if turn.tokens[-1] == self.template.end else Reply(reason="stop")

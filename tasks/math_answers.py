@@ -1,4 +1,4 @@
-"""reward.method math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
+"""reward.method=math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
 
 The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the worker processes of
 tasks/scoring.py, which have a time limit, because a computer algebra system may never finish an expression.

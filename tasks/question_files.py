@@ -190,7 +190,8 @@ def _by_form(raw: dict[str, Any], form: Form) -> Question:
 def _with_number(answer: str | None, number: str, form: Form) -> str:
     """Return the worked answer of a row that has `#### N` (``number``) in another column.
 
-    If ``answer`` is None, the result is ``number`` alone. Raises InputError if ``answer`` ends in a different number.
+    If ``answer`` is None, the result is ``number`` alone. If ``answer`` has no `####`, ``number`` is appended. Raises
+    InputError if ``answer`` ends in a different number.
     """
     if answer is None:
         return number
@@ -280,8 +281,8 @@ def _text(row: dict[str, Any], name: str) -> str:
 def _asked(row: dict[str, Any], name: str) -> str:
     """Return the text of a question, with the checks of `_text`.
 
-    Also raises InputError if the text is a list, an object or an empty cell written as text, or refers to an image or
-    another medium.
+    Also raises InputError if the text is really a list, an object or an empty cell, written as text. An image or
+    another medium in the text is refused in the same way.
     """
     text = _text(row, name)
     stripped = text.strip()
@@ -328,7 +329,7 @@ def gold_number(answer: str) -> str:
 
 
 def _value(gold: str) -> Decimal | str:
-    """Return the value that is compared between gold answers: a number if the answer is one, otherwise the text."""
+    """Return the value by which gold answers are compared: a number if the answer is one, and otherwise the text."""
     return Decimal(gold) if NUMBER.fullmatch(gold) else gold
 
 
@@ -341,7 +342,7 @@ def words(text: str) -> str:
 
 
 def composed(question: str) -> str:
-    """Return the question in Unicode's form NFC, with single spaces. Equal results mean that questions are the same."""
+    """Return the question in Unicode's form NFC, with single spaces. Questions with equal results are the same."""
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
@@ -378,10 +379,12 @@ def normalised(question: str) -> str:
 
 
 def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name and row number as a text, row) for each row of a file. The file's ending decides its format.
+    """Return each row of a file, after a text with the file name and the row number.
 
-    pandas is not used, because it would change the columns that a reward function gets. It converts null to nan, and
-    the whole numbers of a column with null to floats.
+    The format is that of the file name's ending.
+
+    pandas is not used, because it would change the columns that a reward function gets. It converts null to nan. If a
+    column has a null, it also converts the whole numbers in it to floats.
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
@@ -408,7 +411,7 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
-    """Return the numbered rows of a JSON text, which is a list of objects or an object with one such list."""
+    """Return the rows of a JSON file, numbered from 1. The file has a list of objects, or an object with one list."""
     try:
         found = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -71,7 +71,7 @@ class Failure(NamedTuple):
 
 
 class Pool:
-    """Worker processes that import and call the user's functions. They must be started before the device is used."""
+    """Worker processes that import and call the user's functions. They must be started before the device is opened."""
 
     def __init__(self, functions: Mapping[str, str], beat: Callable[[], None] = lambda: None) -> None:
         """Start the processes, each of which imports all functions. ``functions`` maps a key to FILE.py:NAME.
@@ -121,7 +121,7 @@ class Pool:
     def refuse(self, key: str, failure: Failure, row: Mapping[str, Any], what: str, text: str) -> NoReturn:
         """Print the traceback of a failed call and raise InputError, which quotes ``text`` and the question of ``row``.
 
-        ``what`` says in the message what ``text`` is, for example a completion.
+        In the message, the word ``what`` precedes the text, for example "completion".
         """
         sys.stderr.write(failure.trace)
         raise InputError(
@@ -142,7 +142,7 @@ class Pool:
 
 
 class Scorer(Pool):
-    """The reward of a run. Its processes also call rollout.environment. It must be created before the device starts."""
+    """The reward of a run. Its processes also call rollout.environment. Create it before the device is opened."""
 
     def __init__(
         self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
@@ -221,7 +221,7 @@ class Worker:
         self.wait_for_start()
 
     def ask(self, key: str, call: tuple, seconds: float) -> Any:
-        """Call the function with this ``key`` with the arguments ``call``, and return its result or a Failure."""
+        """Pass the arguments ``call`` to the function with this ``key``, and return its result or a Failure."""
         try:
             self.connection.send((key, tuple(call)))
         except OSError:  # the process has ended
@@ -263,8 +263,8 @@ class Worker:
 def serve(end: str, *functions: str) -> None:
     """Import the functions, and answer calls until the parent closes its end of the connection.
 
-    ``functions`` alternates between a function's key and its FILE.py:NAME. ``end`` is the file descriptor of the
-    process's own end.
+    ``functions`` contains each function's key, followed by its FILE.py:NAME. ``end`` is the file descriptor of this
+    process's end of the connection.
     """
     connection = Connection(int(end))
     os.dup2(2, 1)  # so that prints of a function do not mix with the output of a command

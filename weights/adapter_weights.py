@@ -55,8 +55,8 @@ def whole(
     """Gather and return the whole tensor of which ``value`` is this rank's shard. Every rank calls this together.
 
     ``value`` has the shape of ``factor``. The result may be ``value`` itself. A rank receives all shards in one tensor.
-    For experts, this tensor is the result. Other shards are then joined in a copy. With ``join_on_host``, the copy is
-    on the host, so the device has only the received tensor in addition to its shard.
+    For experts, this tensor is the result. For other factors, the shards are then joined in a copy. With
+    ``join_on_host``, the copy is on the host, so the device stores only the received tensor in addition to its shard.
     """
     if factor.is_expert:
         return gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
@@ -117,9 +117,9 @@ def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 @torch.no_grad()
 def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` in place into the tensors ``into`` of the same names.
+    """Copy tensors of ``values`` in place to the tensors of ``into`` with the same names.
 
-    torch counts the change in ``_version`` of each tensor, so LoRAGroupedLinear.weight notices it.
+    torch counts this change in a tensor's ``_version``, so LoRAGroupedLinear.weight notices it.
     """
     for name, tensor in into.items():
         tensor.copy_(values[name])
@@ -229,10 +229,10 @@ def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: floa
 
 
 def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Return two sums over the elements of each tensor, whose bits are read as integers.
+    """Return two sums over each tensor, in which the bits of each element are read as an integer.
 
-    The second sum is weighted by the position of an element. Both are computed modulo 2^64 on the tensor's device, and
-    are equal on all types of devices. The host waits for the device only once.
+    In the second sum, each element is weighted by its position. The sums are computed modulo 2^64 on the tensor's
+    device, and are equal on all types of devices. The host waits for the device only once.
     """
     if not tensors:
         return []

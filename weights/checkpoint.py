@@ -76,7 +76,7 @@ def save(
     keep_last: int,
     check: Callable[[Checkpoint], None] = lambda written: None,
 ) -> Path:
-    """Write the checkpoint after ``step`` finished steps, and return its folder. Keep the newest ``keep_last``.
+    """Write the checkpoint after ``step`` finished steps and return its folder. Only the newest ``keep_last`` are kept.
 
     ``config`` is inputs.config.to_dict of the run. Only one process calls this. All tensors are on the host, each
     contiguous and in separate memory. The run's .jsonl files are first flushed to the disk, because a resume needs
@@ -220,10 +220,10 @@ def find_resumable(
     """Return the newest checkpoint of the newest suitable run, from which train.resume=auto resumes, or None.
 
     ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run is not
-    finished, is not being written by a live process, has a checkpoint with correct checksums, and may be resumed with
-    ``config``. If no run is suitable, but an unfinished one with a checkpoint has another configuration, InputError
-    names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys instead, and
-    a new run begins.
+    finished, has a checkpoint with correct checksums, and may be resumed with ``config``. Also, no live process is
+    writing it. If no run is suitable, but an unfinished run with a checkpoint has another configuration, InputError is
+    raised. It names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys
+    instead, and a new run begins.
     """
     changed = None  # the checkpoint of the newest run that has one but another configuration
     newer_is_finished = False
@@ -245,9 +245,9 @@ def find_resumable(
 
 
 def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the `latest` checkpoint of a run, or None if a live process is writing the run or it cannot be read.
+    """Return the `latest` checkpoint of a run, or None if a live process is writing the run, or the run is unreadable.
 
-    Raises InputError if the live process runs exactly this ``config``.
+    Raises InputError if the live process has exactly this ``config``.
     """
     try:
         with lock_run(run_dir):

@@ -58,7 +58,10 @@ class WeightShard:
         return self.stored.inputs(every).mT
 
     def held(self) -> dict[str, Tensor]:
-        """Return the stored tensors of the shard by an ending for its name: itself, or the codes and scales of int4."""
+        """Return the tensors that store the shard: itself under "", or the codes and scales of int4 experts.
+
+        The keys are endings for the name of the weight.
+        """
         if isinstance(self.stored, Tensor):
             return {"": self.stored}
         return {" (codes)": self.stored.codes, " (scales)": self.stored.scales}
@@ -80,7 +83,7 @@ def own_experts(arch: Architecture, parallel: Parallel) -> range:
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
-    """Yield every weight of this rank in the order of the layers. Their number and order are equal on every rank."""
+    """Yield every weight of this rank in the order of the layers. Their number and order are the same on every rank."""
     experts = own_experts(arch, parallel)
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
@@ -104,7 +107,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
 
 
 def _base_weights(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
-    """Return a layer's weights, without the LoRA factors, by the names that they have if no LoRA is attached."""
+    """Return a layer's frozen weights by the names that they have in a model without LoRA."""
     held: dict[str, Tensor | Packed] = {
         f"{name.replace('.base', '')}.weight": module.packed
         for name, module in layer.named_modules()
@@ -165,7 +168,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one problem for all missing names, one for all surplus names, and one for each wrong shape or dtype."""
+    """Describe the problems: one text for all missing names, one for surplus names, one per wrong shape or dtype."""
     unmatched = {
         "missing": [name for name in expected if name not in stored],
         "not part of this architecture": [name for name in stored if name not in expected],
@@ -354,7 +357,7 @@ def _whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather ``value``, this rank's joined shares of blocks, and yield the whole blocks with their ``names``.
 
-    Every tensor rank calls this together.
+    All tensor ranks call this together.
     """
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)

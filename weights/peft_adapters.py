@@ -1,4 +1,4 @@
-"""Reads and writes PEFT adapters in all forms that PEFT has. In memory, each matrix of the base model has its own pair.
+"""Reads and writes PEFT adapters in all forms that PEFT has. In memory, each adapted matrix has a `Pair` of factors.
 
 full    a pair for each matrix, including each expert's; target_modules contains their full names
 leaf    the same, but target_modules contains only last names (q_proj); PEFT with transformers 4 writes this form
@@ -72,8 +72,8 @@ def save(folder: Path, named: dict[str, Tensor], settings: dict[str, Any]) -> No
 def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
     """Return the factors with the names and shapes that PEFT gives them.
 
-    In a stack, the factors of all experts form one 2-D pair: lora_A (E R, in), in which R varies fastest, and lora_B
-    (out, R E), in which E varies fastest. Gate and up must share one A there.
+    In a stack, the factors of all experts form one 2-D pair, and gate and up must share one A. lora_A is (E R, in), in
+    which R varies fastest. lora_B is (out, R E), in which E varies fastest.
     """
     found, stacks = {}, _stacks(pairs if form == "stack" else {})
     both = {fused for _, fused in stacks} == {"gate_up_proj", "down_proj"}
@@ -100,7 +100,7 @@ def _leaves(fused: str) -> tuple[str, ...]:
 def _joined(
     own: dict[tuple[int, str], Pair], leaves: tuple[str, ...], num_experts: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return one A and one B for each expert. Its B joins the rows of all ``leaves``, and missing pairs are zeros."""
+    """Return one A and one B for each expert. B joins the rows of all ``leaves``. Missing factors become zeros."""
     some = next(iter(own.values()))
     a, b = [], []
     for expert in range(num_experts):
@@ -129,8 +129,8 @@ def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
 def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json. lora_dropout is 0, as in training.
 
-    With the form stack, all matrices of the MLP are targeted as parameters. As target modules, gate_proj, up_proj,
-    down_proj and gate would be misread: in Qwen MoE models, PEFT with transformers 5 takes these names for the routed
+    With the form stack, all matrices of the MLP are targeted as parameters, because PEFT with transformers 5 would
+    misread some target modules. In Qwen MoE models, it takes gate_proj, up_proj, down_proj and gate for the routed
     experts and the router of older checkpoints.
     """
     expert_rank, pattern = _ranks(pairs, arch, form)
@@ -188,7 +188,7 @@ def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[
 def _without_layer(names: list[str], arch: Architecture) -> list[str]:
     """Return the names, each only once, and shortened if possible.
 
-    If a matrix is adapted in every layer that has it, its names lose `model.layers.N.`.
+    If a matrix is adapted in every layer that has it, `model.layers.N.` is removed from its names.
     """
     short = {name: name.split(".", 3)[3] for name in names}
     stacked = {name[: match.start(2) - 1] for name in tensor_shapes(arch) if (match := EXPERT.match(name))}
@@ -238,7 +238,7 @@ class Settings(BaseModel):
 def read_settings(folder: Path) -> Settings:
     """Return the settings in the adapter_config.json of ``folder``.
 
-    Raises InputError if the adapter is not LoRA, makes one of the other changes (PLAIN), or has an invalid value.
+    Raises InputError if the adapter is not LoRA, makes changes that are not supported (PLAIN), or has invalid values.
     """
     path = folder / SETTINGS
     content = read_object(path)
@@ -251,8 +251,8 @@ def read_settings(folder: Path) -> Settings:
 def read(folder: Path, arch: Architecture) -> Pairs:
     """Return the pairs of a PEFT adapter for a base model of ``arch``, in any form.
 
-    Raises InputError if the adapter is not LoRA, changes more than matrices of the layers, contradicts itself, does not
-    fit ``arch``, or has not been trained (every B is 0).
+    Raises InputError if the adapter is not LoRA, changes more than matrices of the layers, or contradicts itself. It is
+    also refused if it does not fit ``arch``, or has not been trained (every B is 0).
     """
     settings, path, expected = read_settings(folder), folder / FILE, tensor_shapes(arch)
     pairs: Pairs = {}

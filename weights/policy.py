@@ -153,7 +153,7 @@ class Policy:
 
     @torch.no_grad()
     def update_kept(self) -> dict[str, float]:
-        """Return metrics of how much of the update remains in the rounded policy. Every rank calls this together.
+        """Return metrics that show how much of the update the rounded policy keeps. Every rank calls this together.
 
         The update in fp32 is U = (alpha / R) B A. The policy's change C is the merged weight as it is pushed, minus W.
         If the engine keeps factors apart, C is (alpha / R) B A of the factors as they are pushed. sync/update_share is

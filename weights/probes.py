@@ -36,7 +36,7 @@ from weights.policy import Policy
 
 RANK, ALPHA = 6, 9.0  # with these, the correct scale and the wrong ones all differ: 9 / 6; 9, 9 / sqrt(6), 1
 EFFECT = 0.3  # mean |change| of a prompt token's log-prob by one kind of module, in nats
-NEAR, FARTHEST = 0.1, 0.2  # how close the search for a size gets, and the largest distance that it accepts
+NEAR, FARTHEST = 0.1, 0.2  # the search for a size stops within NEAR of EFFECT, and accepts no more than FARTHEST
 PROMPTS, TOKENS = 4, 32  # a prompt's length is a multiple of 32, because tensor ranks split it
 LAYERS = 4
 NOT_FAR = 0.02  # a fault that changes the log-probs by less, in nats, is not distinguished from the right answer
@@ -265,8 +265,8 @@ class Trainer:
     def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
         """Load the policy.
 
-        ``width`` is the largest rank of the pairs that will be passed, or 3 times this rank if q, k and v may have
-        different A.
+        ``width`` is the largest rank of the pairs that will be passed. If q, k and v may have different A, it is 3
+        times this rank.
         """
         targets = sorted({module.target for module in every_module(arch)} - {""})
         lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}

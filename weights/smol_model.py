@@ -92,7 +92,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, tensor) for name, tensor in dense.items() if ".mlp." not in name)
     for i in range(CONFIG["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        # The input of the router has about the norm of this weight: its logits have a standard deviation of 0.4 to 0.9.
+        # The router's input has about the norm of this weight, so its logits have a standard deviation of 0.4 to 0.9.
         norm = dense[f"{layer}.post_attention_layernorm.weight"].norm()
         rows = torch.randn(EXPERTS, CONFIG["hidden_size"], generator=torch.Generator().manual_seed(i))
         yield f"{layer}.mlp.gate.weight", rows / norm
@@ -108,7 +108,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json: byte-level BPE, in which every digit is a separate token."""
+    """Write tokenizer.json and tokenizer_config.json for a byte-level BPE in which every digit is a separate token."""
     from gguf import GGUFReader
     from tokenizers import AddedToken, models
 
@@ -151,10 +151,7 @@ def make(folder: Path) -> str:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command, and return exit code 0 when the model exists.
-
-    If it cannot be made, the exit code is 2, and one line says why.
-    """
+    """Run the command and return exit code 0. If the model cannot be made, the code is 2, and one line says why."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=path_option, help="the model's folder, e.g. models/smollm2_moe")
     print(make(parser.parse_args(arguments).folder))

@@ -27,9 +27,9 @@ SAME = ("config.json", "tokenizer.json")  # files that must be equal for teacher
 def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole factor of loss.teacher with its name in a checkpoint of the policy, module by module.
 
-    Raises InputError if there is no adapter, if it does not fit the model, or if it has more targets or a larger rank
-    than the policy. Also raises InputError if its base had another dtype or quantisation. Checksums are compared
-    elsewhere, in refuse_other_files.
+    Raises InputError if there is no adapter, or if it does not fit the model. Also raises InputError if it has more
+    targets or a larger rank than the policy, or if its base had another dtype or quantisation. refuse_other_files
+    compares the checksums.
     """
     folder, own = teacher.folder(cfg.loss.teacher), list(adapted_modules(arch, cfg.lora))
     if not teacher.files(cfg.loss.teacher):

@@ -270,9 +270,9 @@ def _word_problem(
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
     """Return the answer of a teacher who makes mistakes and continues from the wrong results.
 
-    Each line is right with probability ``right``. With probability ``wrong_operation`` it has the other operation.
-    Otherwise its result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the next
-    line, the line is drawn again.
+    Each operation is right with probability ``right``. With probability ``wrong_operation``, + is replaced with - or -
+    with +. Otherwise the result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in
+    the next operation, the operation is drawn again.
 
     A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
@@ -290,7 +290,7 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
 
 
 def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wrong_operation: float) -> Line:
-    """Draw one line of the teacher's answer."""
+    """Draw one operation of the teacher's answer, with its result."""
     draw = rng.random()
     if right <= draw < right + wrong_operation:
         return arithmetic.line("-" if sign == "+" else "+", x, y)
