@@ -58,7 +58,10 @@ class Template(NamedTuple):
 
 
 class Environment:
-    """The function of rollout.environment, as an engine calls it. Engines work with tokens, the function with texts."""
+    """The function of rollout.environment, in a form that an engine can call.
+
+    An engine works with tokens, and the function works with texts.
+    """
 
     def __init__(
         self,

@@ -232,7 +232,7 @@ class Worker:
     def answer(self, seconds: float) -> Any:
         """Return the next value from the process, or a Failure if it ends or takes more than ``seconds``.
 
-        A process that takes too long is ended. An import may take START_SECONDS; after it, ``seconds`` begin again.
+        A process that takes too long is ended. An import may take START_SECONDS. After it, the time starts again.
         """
         limit = seconds
         try:

@@ -140,7 +140,7 @@ def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 
 
 def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
-    """Undo interleave_qkv."""
+    """Convert Megatron's order back to [all q; all k; all v]. This undoes interleave_qkv."""
     q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
     by_group = rows.view(groups, q_size + 2 * d, *rows.shape[1:]).split([q_size, d, d], dim=1)
     return torch.cat([block.reshape(-1, *rows.shape[1:]) for block in by_group])

@@ -314,7 +314,7 @@ def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings
 
 
 def _of_pattern(patterns: dict[re.Pattern, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches ``module`` or its parameter weight, or else ``default``."""
+    """Return the value of the first pattern that matches ``module`` or its parameter weight, otherwise ``default``."""
     for pattern, value in (patterns or {}).items():
         if pattern.match(module) or pattern.match(f"{module}.weight"):
             return value

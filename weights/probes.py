@@ -194,7 +194,7 @@ def _neighbours(name: str, pair: Pair) -> Pair:
 
 
 def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """Return two faults: the stack of all experts' B is read, or written, with expert and rank in the wrong order."""
+    """Return pairs for two faults: the stack of all experts' B is read, or written, with expert and rank swapped."""
     groups: dict[str, list[str]] = {}
     for name in pairs:
         if match := EXPERT.fullmatch(name):
@@ -265,8 +265,8 @@ class Trainer:
     def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
         """Load the policy.
 
-        ``width`` is the largest rank of the pairs that will be passed. If q, k and v may have different A, it is 3
-        times this rank.
+        ``width`` is the largest rank of the pairs that will be passed. If q, k and v may have different
+        factors A, it is 3 times this rank.
         """
         targets = sorted({module.target for module in every_module(arch)} - {""})
         lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}

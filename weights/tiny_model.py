@@ -125,8 +125,8 @@ def make(
 def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
     """Return "done" if the model exists, "make" if this process may make it, or "wait" if another process is making it.
 
-    This process may make the model if it gets the lock on a file next to the model's folder. ``locks`` then holds the
-    lock, which also ends with the process.
+    This process may make the model if it gets the lock on a file next to the model's folder. ``locks`` then contains
+    the lock, which is released at the latest when the process ends.
     """
     if exists(folder, wanted):
         return "done"
@@ -270,9 +270,9 @@ def _word_problem(
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
     """Return the answer of a teacher who makes mistakes and continues from the wrong results.
 
-    Each operation is right with probability ``right``. With probability ``wrong_operation``, + is replaced with - or -
-    with +. Otherwise the result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in
-    the next operation, the operation is drawn again.
+    Each operation is right with probability ``right``. With probability ``wrong_operation``, + becomes - and - becomes
+    +. Otherwise the result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the
+    next operation, the operation is drawn again.
 
     A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
