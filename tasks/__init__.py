@@ -1,1 +1,1 @@
-"""Questions, scores of answers, and environments of several turns, in addition to data_gsm8k.py and reward_gsm8k.py."""
+"""Reads questions, scores answers and runs multi-turn environments, with data_gsm8k.py and reward_gsm8k.py."""

@@ -1,7 +1,7 @@
 """Generated arithmetic in the form of GSM8K.
 
-The unordered pair of a question's first operands decides whether the question is for training or held out. No
-training operation has a held-out pair, not even a wrong operation.
+The unordered pair of a question's first two operands decides whether the question is for training or held out. No
+operation in the training data has a held-out pair, not even a wrong operation in a teacher's answer.
 """
 
 import itertools
@@ -27,7 +27,7 @@ TEMPLATES = {
         "{name} had {x} {items} and lost {y} of them. How many {items} does {name} have now?",
     ],
 }
-# Sentences for the later operations of a question, which continue from the result so far. ASKED follows them.
+# Sentences for the later operations of a question, which continue from the result so far. The question ends with ASKED.
 LATER = {
     "+": ["Then {y} more come.", "A friend brings {y}.", "Later {name} picks up {y}.", "On Friday {name} wins {y}."],
     "-": ["Then {y} get lost.", "A friend borrows {y}.", "Later {name} sells {y}.", "On Friday {name} drops {y}."],
@@ -35,7 +35,7 @@ LATER = {
 ASKED = "How many {items} are there now?"
 OPERATIONS = {"+": operator.add, "-": operator.sub}
 LOWEST_OPERAND = 1
-MOST_DRAWS = 10_000  # if that many draws give nothing new, there is no such question
+MOST_DRAWS = 10_000  # if that many draws give nothing usable, we assume that nothing is left to find
 
 Line = tuple[int, str, int, int]  # one operation of an answer and its result, such as (37, "-", 25, 12)
 
@@ -47,10 +47,10 @@ class Problem:
 
 
 def held_out(x: int, y: int) -> bool:
-    """Return whether the unordered pair {x, y} belongs to the test set: 151 of the 1,225 pairs of 1 to 49.
+    """Return whether the unordered pair {x, y} belongs to the test set.
 
-    That is one in eight. A pair is held out of both operations. Otherwise a teacher that adds instead of subtracting
-    would teach its sum.
+    About one pair in eight does: 151 of the 1,225 pairs of numbers from 1 to 49. A pair is held out for addition and
+    for subtraction. Otherwise a teacher that adds instead of subtracting would teach the sum of a held-out pair.
     """
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
@@ -58,9 +58,10 @@ def held_out(x: int, y: int) -> bool:
 def examples(
     num: int, heldout: bool, seed: int, low: int, high: int, most_operations: int = 1
 ) -> list[tuple[str, str]]:
-    """Return `num` different pairs (question, worked answer) with operands low..high, held out or for training.
+    """Return ``num`` different pairs (question, worked answer) with operands from ``low`` to ``high``.
 
-    Raises InputError if the range has no pair for training or for the test, or fewer than `num` questions.
+    They are test questions if ``heldout`` is true, and otherwise training questions. Raises InputError if the range of
+    operands has no training pair, no test pair, or fewer than ``num`` questions.
     """
     for part in (True, False):
         draw_lines(random.Random(0), low, high, part)  # raises InputError if there is no pair
@@ -72,7 +73,7 @@ def examples(
         for y in range(x, high + 1)
         if held_out(x, y) == heldout
     )
-    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # enough pairs, if there are that many
+    available = sum(itertools.islice(of_pairs, 1 + num // wordings))  # this many pairs are enough
     short = f"data.num_{split}: found {num}, but operands {low} to {high} give only {{}} different questions; lower it"
     if available < num and most_operations == 1:
         raise InputError(short.format(available))
@@ -89,7 +90,7 @@ def examples(
 
 
 def draw_lines(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> tuple[Line, ...]:
-    """Draw the operations of a problem. Raises InputError if 10,000 draws give none.
+    """Draw the operations of a problem. Raises InputError if 10,000 draws give no valid problem.
 
     A held-out problem begins with a held-out pair. A training problem has no held-out pair in any operation. No result
     is negative or larger than `largest(high)`.
@@ -118,13 +119,13 @@ def largest(high: int) -> int:
 
 
 def line(sign: str, x: int, y: int) -> Line:
-    """Return the line x + y, or the line that subtracts the smaller number from the larger one."""
+    """Return the Line for x + y, or, if ``sign`` is "-", for the larger number minus the smaller one."""
     x, y = (max(x, y), min(x, y)) if sign == "-" else (x, y)
     return x, sign, y, OPERATIONS[sign](x, y)
 
 
 def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> Problem:
-    """Draw a word problem of one to `most_operations` operations from `rng`."""
+    """Draw a word problem with one to ``most_operations`` operations from ``rng``."""
     first, *later = lines = draw_lines(rng, low, high, heldout, most_operations)
     text, name, items = rng.choice(TEMPLATES[first[1]]), rng.choice(NAMES), rng.choice(ITEMS)
     if later:
@@ -134,12 +135,12 @@ def problem(rng: random.Random, low: int, high: int, heldout: bool, most_operati
 
 
 def solution(lines: Sequence[Line]) -> str:
-    """Return the worked answer of these lines, as in `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
+    """Return the worked answer that consists of ``lines``, such as `37 - 25 = 12\\n12 + 4 = 16\\n#### 16`."""
     return "\n".join([*(f"{x} {sign} {y} = {result}" for x, sign, y, result in lines), f"#### {lines[-1][3]}"])
 
 
 def annotated(answer: str) -> str:
-    """Rewrite a solution as calls of GSM8K's calculator with their results: `<<37-25=12>>\\n#### 12`."""
+    """Rewrite a worked answer as calls to GSM8K's calculator with their results, such as `<<37-25=12>>\\n#### 12`."""
     lines, result = answer.splitlines()[:-1], 0
     for index, line in enumerate(lines):
         x, sign, y, *_ = line.split()

@@ -1,10 +1,11 @@
-"""reward.method math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
+"""reward.method=math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
 
-The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the processes of
-tasks/scoring.py, whose time limit ends it, because a computer algebra system may never finish an expression.
-In addition to math-verify, this file reads a full stop at the end of a box, groups of three digits after a space
-(115\\,000), and words around one number if the gold answer is a number. It reads several boxes with only `and`, `or`,
-commas or `x =` between them as a list. docs/usage.md lists the answers that math-verify itself reads wrongly.
+The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the worker processes of
+tasks/scoring.py, which have a time limit, because a computer algebra system may never finish an expression.
+This file also accepts forms that math-verify does not read. It removes a full stop at the end of a box and the spaces
+between groups of three digits (115\\,000). If the gold answer is a number, it removes the words around the only number
+of an answer. It reads several boxes as a list if only `and`, `or`, commas or `x =` stand between them. docs/usage.md
+lists the answers that math-verify itself reads wrongly.
 """
 
 import logging
@@ -18,12 +19,12 @@ try:
 except ImportError as error:
     raise InputError(f"{error}; install it: pip install --no-deps -r requirements/cpu.txt") from None
 
-DIGITS = 2000  # precision of numerical comparisons; with math-verify's 15, factors below 1e-15 would count as 0
+DIGITS = 2000  # digits of numerical comparisons; with math-verify's default of 15, factors below 1e-15 count as 0
 SPACE = r"(?:\\[,;: ]|\{\\,\}|[ ~\u00a0\u2009\u202f])"
 THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?![\d/])")
 DECIMAL = re.compile(r"(\d*)\.(\d+)")
 
-LONGEST_GAP = 60  # most characters between two boxes of a list
+LONGEST_GAP = 60  # largest number of characters between two boxes of a list
 GAP = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;: ]|\\q?quad|and\b|or\b|\\(?:text|mathrm)\{\s*(?:and|or|,)\s*\}|"
     r"[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=)*"
@@ -32,7 +33,7 @@ GAP = re.compile(
 PLAIN_NUMBER = re.compile(rf"\$?[-+]?\\?\$?(?:{NUMBER})(?:\\?%)?\$?")
 TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
 SENTENCE = re.compile(r"[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|was|were|equals|costs|has|have)\b|:)")  # before a number
-# A number, and words after it. The first word has three letters or more, so xy and cm do not count.
+# A number and the words after it. The first word must have at least three letters, so xy and cm are not words.
 NAMED = re.compile(rf"({PLAIN_NUMBER.pattern})(?:[ ~]+(\(?[A-Za-z]{{3,}}[A-Za-z ,.'()-]*))?")
 OTHER_VALUE = re.compile(
     r"\b(?:or|and|to|plus|minus|times|point|factorial|squared|cubed|[b-z]|"
@@ -45,7 +46,7 @@ parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)  # the first call imports a
 
 
 def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
-    """Return 1.0 or 0.0, whether there is an answer, and whether it is right."""
+    """Return the score (1.0 or 0.0), whether the completion has an answer, and whether the answer is right."""
     answers = last_boxes(completion)
     if not answers:
         return 0.0, False, False
@@ -54,14 +55,14 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
     if PLAIN_NUMBER.fullmatch(right):
         answer = number_in_words(answer)
     is_right = answer == right or equal(answer, right)
-    if not is_right and DECIMAL.search(answer + right):  # 0.02 has no 2,000 digits, but 2/100 is exact
+    if not is_right and DECIMAL.search(answer + right):  # 0.02 is not exact to 2,000 digits, but 2/100 is
         is_right = equal(exact(answer), exact(right))
     return float(is_right), True, is_right
 
 
 def last_boxes(completion: str) -> list[str]:
-    """Return the contents of the last box and of earlier boxes in the same list, each content once."""
-    listed: list[Box] = []  # the last one first
+    """Return the contents of the last box and of the earlier boxes in the same list, without repeated contents."""
+    listed: list[Box] = []  # the last box first
     for box in reversed(boxes(completion)):
         if listed:
             gap = completion[box.end : listed[-1].start]
@@ -87,7 +88,7 @@ def number_in_words(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """Replace the decimal numbers in the text by fractions."""
+    """Replace the decimal numbers in the text with fractions."""
     return DECIMAL.sub(lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", text)
 
 

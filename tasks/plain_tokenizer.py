@@ -1,7 +1,7 @@
-"""A tokenizer that is tokenizer.json and a chat template alone, read without transformers.
+"""A tokenizer that consists only of tokenizer.json and a chat template, read without transformers.
 
-The import of transformers takes half a second, and with it the text of a prompt takes twice as long. `read` opens the
-folders for which transformers would add nothing to the two; data_gsm8k leaves all other folders to transformers.
+The import of transformers takes half a second, and transformers takes twice as long to compose a prompt. `read` opens a
+folder only if transformers would give the same results. data_gsm8k opens all other folders with transformers.
 """
 
 import functools
@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What tokenizer_config.json has to say, and the texts that it may have. transformers acts on other keys.
+# tokenizer_config.json must contain SETTINGS, and may contain the texts of SPECIAL and a chat template. transformers
+# acts on other keys.
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-# The other files that transformers reads.
+# Other files that transformers would read.
 OTHERS = {
     "vocab.json",
     "merges.txt",
@@ -28,7 +29,8 @@ OTHERS = {
 class PlainTokenizer:
     """The part of transformers' PreTrainedTokenizerFast that we use, with the same results.
 
-    ``inner``: the Tokenizer of tokenizer.json; ``special``: the names of special tokens, and their texts.
+    ``inner`` is the Tokenizer of tokenizer.json. ``special`` maps the names of special tokens, such as eos_token, to
+    their texts.
     """
 
     def __init__(self, name_or_path: str, inner: Any, special: dict[str, str], chat_template: str | None) -> None:
@@ -56,12 +58,12 @@ class PlainTokenizer:
 
 
 def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> PlainTokenizer | None:
-    """Open the tokenizer of ``folder``, which has these ``files``, or return None if transformers has to read it.
+    """Open the tokenizer in ``folder``, or return None if transformers has to read it.
 
-    ``settings``: tokenizer_config.json.
+    ``files`` are the names of the files in the folder. ``settings`` is the content of tokenizer_config.json.
     """
     texts = {name: settings[name] for name in (*SPECIAL, "chat_template") if isinstance(settings.get(name), str)}
-    # transformers defines a tag for templates, {% generation %}.
+    # The template tag {% generation %} exists only in transformers.
     if SETTINGS | texts != settings or OTHERS & set(files) or "endgeneration" in texts.get("chat_template", ""):
         return None
     from tokenizers import Tokenizer
@@ -75,7 +77,7 @@ def read(folder: Path, files: Collection[str], settings: Mapping[str, Any]) -> P
 
 @functools.cache
 def _compiled(chat_template: str) -> Any:
-    """Compile a template in the environment that transformers gives it."""
+    """Compile a chat template in the same Jinja environment as transformers."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(

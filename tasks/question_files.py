@@ -1,8 +1,8 @@
-"""Files of questions (.jsonl, .json, .parquet): their rows as prompts and gold answers.
+"""Reads questions and their gold answers from files (.jsonl, .json, .parquet).
 
-FORMS are the forms in which GSM8K and its copies are published; data.columns names the columns of any other file. For
-an unusable row, InputError names the file, the row, the value found and the value needed. No row is skipped or repaired
-silently. Rows count from 1, and in a jsonl file the number of a row is that of its line.
+FORMS are the forms in which GSM8K and its copies are published. data.columns names the columns of any other file. If a
+row is unusable, InputError names the file, the row, the value that was found and the value that is needed. No row is
+skipped or repaired silently. Rows are numbered from 1. In a .jsonl file, the number of a row is the number of its line.
 """
 
 import functools
@@ -20,14 +20,14 @@ from inputs.files import one_line, parse_json, read_bytes, shown
 from knobs import Paths, listed
 from reward_gsm8k import gold_answer
 
-UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and half characters, which tokens and UTF-8 cannot represent
-NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # only ASCII digits, because the rewards compare these
-# A list, an object or bytes in the notation of JSON, Python or numpy, also within quotes.
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates, which tokens and UTF-8 cannot represent
+NUMBER = re.compile(r"-?[0-9]{1,100}(\.[0-9]{1,100})?")  # only ASCII digits, because the rewards compare only these
+# A list, an object or bytes in the notation of JSON, Python or numpy, with or without quotes around it.
 WRITTEN = re.compile(r"""['"]?([\w.]+\()?[\[{][\[{(\s]*b?\\*['"].*[\])}]['"]?|b(['"]).*\2""", re.DOTALL | re.IGNORECASE)
-TURN = re.compile(  # only the role, unlike "her role: user support"
+TURN = re.compile(  # no text follows the role, so "her role: user support" does not match
     r"""\b(role|from)\\*['"]?\s*[:=]\s*\\*['"]?(system|developer|user|human|assistant|gpt|tool)(\\*['"]|\s*([\n,;})\]]|$))"""
 )
-TURN_WITHIN = 80  # a text counts as a turn if its first 80 characters contain one in any notation
+TURN_WITHIN = 80  # a question is refused as a turn written as text if TURN is in its first 80 characters
 # <image>, <|vision_start|>, <start_of_image>, <img src="...">, [IMG], [image 1], ![...](...), data:image/png;base64
 MEDIA = re.compile(
     r"<[|/]?(\w+_)?(im(age|g|_patch)|picture|vid(eo)?|audio|sound|speech|vision|media)s?"
@@ -36,7 +36,7 @@ MEDIA = re.compile(
     r"|!\[[^\]\n]*\]\([^)\n]+\)|\bdata:(image|video|audio)/",
     re.IGNORECASE,
 )
-# Additional columns without which the question is a different one.
+# Names of other columns whose content belongs to the question.
 BESIDE = re.compile(
     r"(.*_)?(image|img|picture|photo|video|audio|sound|pixel|multi_?modal|tool)s?\d*(_.*)?"
     r"|(attached_|input_)?(figure|file|document|doc|attachment|function)s?(_calls?|_paths?)?|speech|media|mm_data|pdf"
@@ -54,7 +54,7 @@ Turn = tuple[str, str]  # role (system, user or assistant) and text
 
 
 class Question(NamedTuple):
-    """A question of a file, or a generated one."""
+    """A question, read from a file or generated."""
 
     question: str  # the texts of its turns, without the system turn
     answer: str  # the answer of a worked example; for GSM8K and arithmetic it ends in `#### N`
@@ -63,23 +63,26 @@ class Question(NamedTuple):
     turns: Sequence[Turn] = ()  # the prompt as text, which ends with a user turn
     columns: dict[str, Any] = {}  # all columns of the file
     where: str = ""  # the file and the number of the row
-    position: int = -1  # among the questions of its split, from 0
+    position: int = -1  # index among the questions of its split
 
     @classmethod
     def worked(cls, question: str, answer: str, turns: Sequence[Turn] = (), columns: Any = None) -> Self:
-        """Create a question whose worked answer ends in `#### N`. Without ``turns`` it is one user turn."""
+        """Create a question whose worked answer ends in `#### N`. Without ``turns``, the prompt is one user turn."""
         known = columns or dict(question=question, answer=answer)
         return cls(question, answer, gold_number(answer), [], turns or [("user", question)], known)
 
 
 class Form(NamedTuple):
-    """A way to write questions and answers in columns. a.b is column b of the object in column a; "" is no column."""
+    """A form of a file: the names of its columns.
+
+    The name a.b means column b of the object in column a. The name "" means that the form has no such column.
+    """
 
     name: str
     needs: tuple[str, ...]  # a file has this form if its first row has these columns
-    question: str  # column of a text, or of a list of turns
-    answer: str  # column of the worked answer, which ends in `#### N`; LAST_TURN: the turn after the question
-    number: str = ""  # column of N alone; one of these two columns is enough
+    question: str  # column with a text or a list of turns
+    answer: str  # column of the worked answer, which ends in `#### N`; with LAST_TURN, the turn after the question
+    number: str = ""  # column that contains only N; a row needs only one of the columns ``answer`` and ``number``
     bare_question: str = ""  # column of the last user turn without the instruction of the file's author
     marked: bool = True  # `#### ` precedes the gold answer; otherwise the whole answer is the gold answer
 
@@ -102,8 +105,9 @@ FORMS = (
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
     """Return the questions of one or several files, and a description of their form, which the first row decides.
 
-    If several rows ask the same question (`composed`), only the first one counts, in steps and in intervals, and the
-    description also gives the number of rows. Raises InputError if the copies have different answers.
+    If several rows ask the same question (`composed`), only the first one is returned. So steps and confidence
+    intervals count the question once. The description then also gives the number of rows. Raises InputError if the
+    copies have different answers.
 
     ``count`` is the number of questions to take, evenly spaced, because files are often sorted; 0 means all.
 
@@ -152,7 +156,7 @@ def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: i
 
 
 def _form_of(raw: dict[str, Any]) -> Form:
-    """Return the first of FORMS whose columns the row has, ignoring case."""
+    """Return the first of FORMS whose columns the row has, ignoring case. Raises InputError if there is none."""
     names = {name.lower() for name in raw}
     for form in FORMS:
         if names.issuperset(form.needs):
@@ -164,7 +168,7 @@ def _form_of(raw: dict[str, Any]) -> Form:
 
 
 def _by_form(raw: dict[str, Any], form: Form) -> Question:
-    """Read the row of a file that has one of FORMS. The gold answer is the number after `####`."""
+    """Return the question in a row of a file that has one of FORMS. The gold answer is the number after `####`."""
     row = {name.lower(): value for name, value in raw.items()}
     if len(row) < len(raw):
         raise InputError(f"found the columns {', '.join(raw)}, some of which differ only in case; keep one of each")
@@ -184,7 +188,11 @@ def _by_form(raw: dict[str, Any], form: Form) -> Question:
 
 
 def _with_number(answer: str | None, number: str, form: Form) -> str:
-    """Return the worked answer of a row, with the `#### N` that the row has in another column."""
+    """Return the worked answer of a row that has `#### N` (``number``) in another column.
+
+    If ``answer`` is None, the result is ``number`` alone. If ``answer`` has no `####`, ``number`` is appended. Raises
+    InputError if ``answer`` ends in a different number.
+    """
     if answer is None:
         return number
     if "####" not in answer:
@@ -196,7 +204,10 @@ def _with_number(answer: str | None, number: str, form: Form) -> str:
 
 
 def _by_name(raw: dict[str, Any], form: Form) -> Question:
-    """Read the row of a file whose columns data.columns names. The gold answer is a text or a number."""
+    """Return the question in a row of a file whose columns data.columns names.
+
+    The answer column may contain a text or a number.
+    """
     _refuse_beside(raw, form.question, form.answer)
     turns, _ = _turns(raw, form.question)
     found = _column(raw, form.answer)
@@ -210,9 +221,9 @@ def _text_of(turns: list[Turn]) -> str:
 
 
 def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
-    """Return the turns in a column up to the last user turn, and the text of an assistant turn after it.
+    """Return the turns in a column up to the last user turn, and the text of the assistant turn after it, if any.
 
-    A text is one user turn. A list may begin with a system turn, followed by user and assistant alternately.
+    A text in the column is one user turn. A list may begin with a system turn. After it, user and assistant alternate.
     """
     found = _column(row, name)
     if not isinstance(found, list):
@@ -236,7 +247,10 @@ def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
 
 
 def _column(row: dict[str, Any], name: str) -> Any:
-    """Return the value of a column, or None without a name or a value. A name with dots leads into objects."""
+    """Return the value of a column, or None if ``name`` is empty or the row has no such value.
+
+    If no column is called a.b, this name means column b of the object in column a.
+    """
     if not name:
         return None
     value: Any = row
@@ -246,7 +260,10 @@ def _column(row: dict[str, Any], name: str) -> Any:
 
 
 def _text(row: dict[str, Any], name: str) -> str:
-    """Return the text in column ``name``, which must exist, not be empty, and be valid Unicode."""
+    """Return the text in column ``name``.
+
+    Raises InputError if the text is missing, empty or not valid Unicode, or if it is a list of turns written as text.
+    """
     value = _column(row, name)
     if value is None:
         raise InputError(f"{name}: missing or null; found the columns {', '.join(map(str, row)) or 'none'}")
@@ -262,7 +279,11 @@ def _text(row: dict[str, Any], name: str) -> str:
 
 
 def _asked(row: dict[str, Any], name: str) -> str:
-    """Return the _text of a question. Raises InputError for another value written as text, or for a medium."""
+    """Return the text of a question, with the checks of `_text`.
+
+    Also raises InputError if the text is really a list, an object or an empty cell, written as text. An image or
+    another medium in the text is refused in the same way.
+    """
     text = _text(row, name)
     stripped = text.strip()
     if stripped.lower() in EMPTY or WRITTEN.fullmatch(stripped) or TURN.search(text[:TURN_WITHIN]):
@@ -276,9 +297,9 @@ def _asked(row: dict[str, Any], name: str) -> str:
 
 
 def _refuse_beside(row: dict[str, Any], *read: str) -> None:
-    """Raise InputError for a filled column of BESIDE, such as images or tools, which no prompt would show.
+    """Raise InputError if a column such as images or tools (BESIDE) has content, because no prompt would show it.
 
-    The columns ``read`` are the question and the answer themselves.
+    The columns ``read`` are the question and the answer themselves, so they are not checked.
     """
     for name, value in row.items():
         words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name).lower()
@@ -289,7 +310,7 @@ def _refuse_beside(row: dict[str, Any], *read: str) -> None:
 
 
 def _filled(value: Any) -> bool:
-    """Return whether a cell has content, also within a list or an object."""
+    """Return whether a cell has content. A list or an object has content if one of its values has content."""
     if isinstance(value, list | dict):
         return any(map(_filled, value.values() if isinstance(value, dict) else value))
     return bool(value) and str(value).strip().lower() not in EMPTY
@@ -308,28 +329,31 @@ def gold_number(answer: str) -> str:
 
 
 def _value(gold: str) -> Decimal | str:
-    """Return the form in which gold answers are compared: the number, or otherwise the text."""
+    """Return the value by which gold answers are compared: a number if the answer is one, and otherwise the text."""
     return Decimal(gold) if NUMBER.fullmatch(gold) else gold
 
 
 def words(text: str) -> str:
-    """Return `text` in Unicode's form NFKC with single spaces, since a template or tokenizer may change both."""
+    """Return ``text`` in Unicode's form NFKC, with single spaces.
+
+    A chat template or a tokenizer may change the Unicode form and the spaces.
+    """
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def composed(question: str) -> str:
-    """Return the text that decides whether questions are the same: in Unicode's form NFC, with single spaces."""
+    """Return the question in Unicode's form NFC, with single spaces. Questions with equal results are the same."""
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
 def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
-    """Return the questions of ``rows`` that ``others`` also ask."""
+    """Return the texts of the questions in ``rows`` that are also in ``others``."""
     known = {composed(row.question) for row in others}
     return [row.question for row in rows if composed(row.question) in known]
 
 
 def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
-    """Return the pairs of different questions, one from each sequence, that a reader can hardly tell apart.
+    """Return the pairs of questions, one from each sequence, that differ but look almost the same to a reader.
 
     They may be copies of one question, or two questions such as 3² and 32, so they are not refused.
     """
@@ -340,9 +364,10 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
 
 @functools.cache  # each question is compared with several sets
 def normalised(question: str) -> str:
-    """Return a text that is equal for questions that look almost alike or differ only in case.
+    """Return a text that is the same for all questions that look almost alike or differ only in case.
 
-    It is in form NFKC and in lower case, has single spaces, and has no control characters or characters without width.
+    It is in Unicode's form NFKC, in lower case and with single spaces. Control characters and invisible characters are
+    removed.
     """
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
@@ -354,10 +379,12 @@ def normalised(question: str) -> str:
 
 
 def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return each row of a file with its file name and number. The ending gives the file's format.
+    """Return each row of a file, after a text with the file name and the row number.
 
-    pandas is not used, because it would change a reward's input: null to nan, and whole numbers in a column with null
-    to fractions.
+    The format is that of the file name's ending.
+
+    pandas is not used, because it would change the columns that a reward function gets. It converts null to nan. If a
+    column has a null, it also converts the whole numbers in it to floats.
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
@@ -384,7 +411,7 @@ def _jsonl_rows(data: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(data: bytes, path: Path) -> Iterable[tuple[int, Any]]:
-    """Return the rows of a list of objects, or of an object that contains one list."""
+    """Return the rows of a JSON file, numbered from 1. The file has a list of objects, or an object with one list."""
     try:
         found = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 """Scores of completions: the reward to learn from, whether an answer was found, and whether it is correct.
 
-reward.method computes them in this process. reward.function, the method math and rollout.environment may hang or crash,
-so they run in separate processes, one call at a time in each. These are plain child processes. multiprocessing and
-pebble would import the trainer and torch in each process with the method spawn. With fork, a process that is started
-later would copy one that has started a device.
+Every reward.method except math runs in this process. reward.function, reward.method=math and rollout.environment may
+hang or crash, so they run in worker processes, one call at a time in each. The workers are plain child processes, not
+those of multiprocessing or pebble. With the start method spawn, each of those would import the trainer and torch. With
+fork, a worker that is started later would be a copy of a process that already uses the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MATH = f"{Path(__file__).parent / 'math_answers.py'}:score"
 START = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.scoring import serve; serve(*sys.argv[2:])"
-START_SECONDS = 120  # time limit for importing the file, which may import a large package
+START_SECONDS = 120  # time limit for importing the user's file, which may import a large package
 IMPORTING, IMPORTED = "importing", "imported"  # a process sends these when an import begins and when it ends
 MOST = 8  # largest number of workers per rank
 NEEDED = "return a number, (number, answer found, correct) with two bools, or {'score': number, ...}"
@@ -57,9 +57,9 @@ class Call(NamedTuple):
 class Score(NamedTuple):
     reward: float
     found: bool  # whether an answer was found in the completion
-    correct: bool  # whether accuracy counts the completion
+    correct: bool  # whether accuracy counts the completion as correct
     answer: str | None = None  # the answer that reward.method found
-    parts: dict[str, float | str] = {}  # other values from reward.function; numbers are logged by their names
+    parts: dict[str, float | str] = {}  # other values from reward.function; numbers are logged under their names
     text: str = ""  # the text that was scored
 
 
@@ -67,16 +67,17 @@ class Failure(NamedTuple):
     """The reason why a call has no result."""
 
     cause: str  # one line
-    trace: str = ""  # the traceback of an exception
+    trace: str = ""  # the traceback if the function raised an exception
 
 
 class Pool:
-    """Processes that import a user's functions and call them. They must be started before the device."""
+    """Worker processes that import and call the user's functions. They must be started before the device is opened."""
 
     def __init__(self, functions: Mapping[str, str], beat: Callable[[], None] = lambda: None) -> None:
-        """Start the processes. Each imports all ``functions``, which map a key to FILE.py:NAME.
+        """Start the processes, each of which imports all functions. ``functions`` maps a key to FILE.py:NAME.
 
-        Without a function there is no process. ``beat`` is called at least once a second while the processes work.
+        If there are no functions, no process is started. ``beat`` is called at least once a second while `results`
+        waits for the processes.
         """
         self.functions, self.beat = functions, beat
         self.workers: list[Worker] = []
@@ -95,16 +96,16 @@ class Pool:
             self.idle.put(worker)
 
     def results(self, key: str, calls: Sequence[tuple], seconds: float) -> Iterator[Any]:
-        """Yield the result of the function of ``key`` for each of ``calls``, in their order, or a Failure.
+        """Yield the result of the function with this ``key``, or a Failure, for each of ``calls``, in their order.
 
-        A call may take ``seconds``.
+        A call that takes more than ``seconds`` is ended and gives a Failure.
         """
         results = self.threads.imap(lambda call: self._ask(key, call, seconds), calls)
         for _ in calls:
             yield self._next(results)
 
     def _ask(self, key: str, call: tuple, seconds: float) -> Any:
-        """Make the call in an idle process. Runs in a thread."""
+        """Make the call in an idle process, and return its result. This method runs in a thread."""
         worker = self.idle.get()
         try:
             return worker.ask(key, call, seconds)
@@ -118,7 +119,10 @@ class Pool:
                 return results.next(timeout=1)
 
     def refuse(self, key: str, failure: Failure, row: Mapping[str, Any], what: str, text: str) -> NoReturn:
-        """Print the traceback of a call that failed, and raise InputError. ``what`` is the name of its ``text``."""
+        """Print the traceback of a failed call and raise InputError, which quotes ``text`` and the question of ``row``.
+
+        In the message, the word ``what`` precedes the text, for example "completion".
+        """
         sys.stderr.write(failure.trace)
         raise InputError(
             f"{key}: {self.functions[key]} {failure.cause}; question {str(row.get('question', row))[:60]!r}, "
@@ -138,12 +142,15 @@ class Pool:
 
 
 class Scorer(Pool):
-    """The reward of a run. Its processes also call rollout.environment. It must be created before the device starts."""
+    """The reward of a run. Its processes also call rollout.environment. Create it before the device is opened."""
 
     def __init__(
         self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
     ) -> None:
-        """Start the processes that the reward needs. ``environment`` is rollout.environment; for ``beat`` see Pool."""
+        """Start the processes that the reward and ``environment`` need, if any.
+
+        ``environment`` is rollout.environment. ``beat`` is explained in Pool.
+        """
         self.reward = reward
         self.key = "reward.function" if reward.function else "reward.method"
         self.name = f"{self.key}: {reward.function or reward.method}"
@@ -152,11 +159,11 @@ class Scorer(Pool):
         super().__init__(functions | ({ENVIRONMENT: environment} if environment else {}), beat)
 
     def __call__(self, calls: Sequence[Call]) -> list[Score]:
-        """Score each completion, in their order.
+        """Return the score of each completion, in the order of ``calls``.
 
-        Raises InputError if a call of reward.function fails or takes too long, after printing its traceback, or if the
-        method cannot compare anything with the gold answer. If a completion takes the method math too long, math finds
-        no answer in it.
+        If a call of reward.function fails or takes too long, its traceback is printed and InputError is raised.
+        InputError is also raised if reward.method cannot read the gold answer. If reward.method=math fails or takes too
+        long, the completion counts as having no answer.
         """
         if not self.in_processes:
             return [self._of_method(call) for call in calls]
@@ -183,7 +190,7 @@ class Scorer(Pool):
 
 
 class Worker:
-    """A process that imports functions and then answers calls. If it has ended, the next call starts another one."""
+    """A process that imports functions and then answers calls. If it has ended, the next call starts a new one."""
 
     def __init__(self, functions: Mapping[str, str]) -> None:
         self.functions = functions
@@ -208,13 +215,13 @@ class Worker:
                 raise InputError(problem)
 
     def restart(self) -> None:
-        """Replace a process that has ended by another one."""
+        """Replace a process that has ended with a new one, and wait until it has imported the functions."""
         self.end()
         self.start()
         self.wait_for_start()
 
     def ask(self, key: str, call: tuple, seconds: float) -> Any:
-        """Return the result of the function of ``key`` for the arguments ``call``, or a Failure."""
+        """Pass the arguments ``call`` to the function with this ``key``, and return its result or a Failure."""
         try:
             self.connection.send((key, tuple(call)))
         except OSError:  # the process has ended
@@ -225,7 +232,7 @@ class Worker:
     def answer(self, seconds: float) -> Any:
         """Return the next value from the process, or a Failure if it ends or takes more than ``seconds``.
 
-        A process that takes too long is ended. An import may take START_SECONDS, and the time starts again after it.
+        A process that takes too long is ended. An import may take START_SECONDS. After it, the time starts again.
         """
         limit = seconds
         try:
@@ -241,7 +248,7 @@ class Worker:
         return Failure(f"took more than {seconds:g} s and was ended")
 
     def end(self) -> str:
-        """End the process if it still runs, and say how it ended."""
+        """End the process if it still runs, and return a text that says how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)
         self.process.kill()
@@ -254,13 +261,17 @@ class Worker:
 
 
 def serve(end: str, *functions: str) -> None:
-    """Import ``functions``, which are keys and FILE.py:NAME, and answer calls until the other end is closed."""
+    """Import the functions, and answer calls until the parent closes its end of the connection.
+
+    ``functions`` contains each function's key, followed by its FILE.py:NAME. ``end`` is the file descriptor of this
+    process's end of the connection.
+    """
     connection = Connection(int(end))
     os.dup2(2, 1)  # so that prints of a function do not mix with the output of a command
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but the parent ends this process
     with contextlib.suppress(AttributeError, OSError):
-        # PR_SET_PDEATHSIG of Linux also ends a call that hangs, when the thread that started this process ends. That is
-        # the main thread or one of Pool.threads.
+        # PR_SET_PDEATHSIG of Linux kills this process, even in a call that hangs, when the thread that started it ends.
+        # That thread is the main thread or one of Pool.threads.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     imported = {}
     for key, named in zip(functions[::2], functions[1::2], strict=True):
@@ -304,7 +315,7 @@ def announcing(plain: Callable[..., Any], connection: Connection, busy: threadin
 
 
 def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
-    """Call the function and return its result, ``checked``, or a Failure for an exception."""
+    """Call the function, and return what ``checked`` makes of its result, or a Failure if it raises an exception."""
     try:
         return checked(function(*call))
     except (Exception, SystemExit) as error:
@@ -312,17 +323,20 @@ def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any]
 
 
 def text_of(value: Any) -> str | None | Failure:
-    """Return the environment's text or None, or a Failure for anything else. Raises UnicodeError for surrogates."""
+    """Return ``value`` if it is a text or None, and a Failure otherwise.
+
+    Raises UnicodeError if the text has lone surrogates.
+    """
     if isinstance(value, str):
         return value.encode().decode()  # a plain str, even if the value has a class of the user's file
     return Failure(f"returned {value!r:.80}; {NEEDED_TEXT}") if value is not None else None
 
 
 def score_of(value: Any) -> Score | Failure:
-    """Return the score that a reward returned, or a Failure for any other value.
+    """Return the Score that a reward function's ``value`` describes, or a Failure if it describes none.
 
-    A score is a number, (score, found, correct), or a mapping with "score". The entries "found" and "correct" may be
-    absent, and all others are parts. Without "correct", a score of 1.0 or more counts as correct.
+    The value is a number, (score, found, correct), or a dict with "score". The entries "found" and "correct" may be
+    absent, and all other entries are parts. Without "correct", a score of 1.0 or more counts as correct.
     """
     try:
         named = dict(zip(("score", "found", "correct"), value, strict=True)) if isinstance(value, tuple) else value

@@ -1,9 +1,9 @@
-"""Whole LoRA tensors under Hugging Face names and the shards of this rank: conversions and comparisons.
+"""Converts whole LoRA tensors with Hugging Face names to the shards of this rank and back, and compares tensors.
 
-A checkpoint contains whole tensors, so any layout can load what any other layout saved. A whole factor is named after
-the fused Hugging Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows [q; k; v], or
+A checkpoint contains whole tensors, so a run in any layout can load it. A whole factor is named after the fused Hugging
+Face module, e.g. `model.layers.0.self_attn.qkv_proj.B` with rows [q; k; v], or
 `model.layers.0.mlp.experts.gate_up_proj.A` (E, in, R). Optimizer moments have the shape of their factor and are
-converted in the same way. E is the number of experts, R the rank.
+converted in the same way. E is the number of experts, and R the rank.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,17 +22,20 @@ from weights import huggingface
 from weights.checkpoint import Checkpoint
 from weights.peft_adapters import Pair, Pairs
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the type for its bits
-SUMMED = 2**22  # elements whose checksums are computed at one time: 32 MiB of whole numbers
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes per element -> integer dtype of this size
+SUMMED = 2**22  # number of elements that a checksum adds at a time: 32 MiB in int64
 
 
 def hf_name(name: str, arch: Architecture) -> str:
-    """Convert a name: decoder.layers.3.mlp.experts.linear_fc1.A -> model.layers.3.mlp.experts.gate_up_proj.A."""
+    """Convert the name of a factor to its name in a checkpoint.
+
+    For example, decoder.layers.3.mlp.experts.linear_fc1.A becomes model.layers.3.mlp.experts.gate_up_proj.A.
+    """
     return f"model.layers.{name.split('.')[2]}.{_module_of(name, arch).fused}.{name[-1]}"
 
 
 def _module_of(name: str, arch: Architecture) -> Module:
-    """Return the module that a factor adapts."""
+    """Return the module that the factor called ``name`` adapts."""
     weight = name.split(".", 3)[3][: -len(".A")].removesuffix(".lora") + ".weight"
     return next(module for module in every_module(arch) if module.megatron == weight)
 
@@ -49,11 +52,11 @@ def whole(
     parallel: Parallel,
     join_on_host: bool = False,
 ) -> Tensor:
-    """Return the whole tensor of which ``value``, shaped like ``factor``, is the shard of this rank. Collective.
+    """Gather and return the whole tensor of which ``value`` is this rank's shard. Every rank calls this together.
 
-    The result may be ``value`` itself. Shards are received in one tensor. For experts that tensor is the result; all
-    other shards are joined in a copy. With ``join_on_host`` the copy is on the host, so the device has only one such
-    tensor in addition to its shard.
+    ``value`` has the shape of ``factor``. The result may be ``value`` itself. A rank receives all shards in one tensor.
+    For experts, this tensor is the result. For other factors, the shards are then joined in a copy. With
+    ``join_on_host``, the copy is on the host, so the device stores only the received tensor in addition to its shard.
     """
     if factor.is_expert:
         return gather(value, parallel.expert, parallel.expert_group).flatten(0, 1)
@@ -78,9 +81,10 @@ def scatter(
     parallel: Parallel,
     ending: str = "",
 ) -> dict[str, Tensor]:
-    """Return this rank's pieces, by factor name, of all ``wholes`` whose name has this ``ending``.
+    """Return this rank's piece of each tensor in ``wholes`` whose name ends in ``ending``, by the factor's name.
 
-    Raises InputError if names or shapes are not those of these adapters.
+    Raises InputError if names or shapes are not those of ``adapters``, if a value is not finite, or if an exp_avg_sq
+    has a negative value.
     """
     factors = lora_megatron.factors(adapters)
     shapes = {hf_name(name, arch) + ending: whole_shape(factor, parallel) for name, factor in factors.items()}
@@ -96,7 +100,7 @@ def scatter(
 
 
 def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise InputError unless ``wholes`` has the names and shapes of ``shapes``, in fp32. This reads no values."""
+    """Raise InputError unless ``wholes`` has exactly these names and ``shapes``, in fp32. Values are not read."""
     for name in sorted(shapes.keys() | wholes.keys()):
         if name not in wholes:
             fault = "is missing"
@@ -113,13 +117,16 @@ def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 @torch.no_grad()
 def copy_(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy tensors of equal names in place. torch counts this as a change (LoRAGroupedLinear.weight)."""
+    """Copy tensors of ``values`` in place to the tensors of ``into`` with the same names.
+
+    torch counts this change in a tensor's ``_version``, so LoRAGroupedLinear.weight notices it.
+    """
     for name, tensor in into.items():
         tensor.copy_(values[name])
 
 
 def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel: Parallel) -> Tensor:
-    """Return the part of the whole tensor ``value`` on the rank of ``parallel``: the inverse of `whole`."""
+    """Return the part of the whole tensor ``value`` for the rank of ``parallel``. This is the inverse of `whole`."""
     if factor.is_expert:
         return value.chunk(parallel.expert)[parallel.expert_rank]
     if (dim := factor.shard_dim) is not None:
@@ -131,7 +138,7 @@ def piece(name: str, factor: Factor, value: Tensor, arch: Architecture, parallel
 
 
 def _block_sizes(name: str, factor_dim_size: int, arch: Architecture) -> list[int]:
-    """Return the sizes, in the whole tensor, of the fused blocks along the dimension that is split."""
+    """Return the size of each fused block in the whole tensor, along the dimension that is split between ranks."""
     module = _module_of(name, arch)
     return [rows for rows, *_ in module.blocks.values()] if module.split == 0 else [factor_dim_size]
 
@@ -140,7 +147,7 @@ def _block_sizes(name: str, factor_dim_size: int, arch: Architecture) -> list[in
 
 
 class Adapted(NamedTuple):
-    """A module with an A and a B in the checkpoint, and the weights of the base model that they change."""
+    """A module whose factors A and B are in the checkpoint, and the weights of the base model that they change."""
 
     layer: str  # for example model.layers.0.
     module: Module
@@ -155,14 +162,20 @@ class Adapted(NamedTuple):
         return self.module.kind == "experts"
 
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name in the checkpoint -> shape: A (R, in), B (out, R); routed experts A (E, in, R), B (E, R, out)."""
+        """Return the shapes of A and B by their names in the checkpoint.
+
+        A is (R, in) and B (out, R). For routed experts, A is (E, in, R) and B (E, R, out).
+        """
         a, b = (self.rank, self.module.in_size), (self.module.out_size, self.rank)
         if self.is_expert:
             a, b = (self.module.copies, *a[::-1]), (self.module.copies, *b[::-1])
         return {f"{self.name}.A": a, f"{self.name}.B": b}
 
     def pairs(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (name of a changed weight of the base model, its A (R, in), its B (out, R)): views, not copies."""
+        """Yield the name of each weight of the base model that ``factors`` change, with its A (R, in) and B (out, R).
+
+        A and B are views, not copies.
+        """
         a, b, blocks = factors[f"{self.name}.A"], factors[f"{self.name}.B"], self.module.blocks
         for expert in range(self.module.copies):
             a_of_it, b_of_it = (a[expert].t(), b[expert].t()) if self.is_expert else (a, b)
@@ -171,7 +184,10 @@ class Adapted(NamedTuple):
                 yield f"{self.layer}{block.format(expert)}.weight", a_of_it, rows_of_b
 
     def names(self, part: slice) -> list[str]:
-        """Return the base model's weights in a part of the experts, one after another; [0:1] without experts."""
+        """Return the names of the base model's weights in the experts of the slice ``part``, expert by expert.
+
+        A module without routed experts counts as one expert, number 0.
+        """
         numbers = range(self.module.copies)[part]
         return [f"{self.layer}{block.format(number)}.weight" for number in numbers for block in self.module.blocks]
 
@@ -184,7 +200,10 @@ def adapted_modules(arch: Architecture, lora: LoraConfig) -> Iterator[Adapted]:
 
 
 def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Tensor]:
-    """Return the checkpoint's factors. Raises InputError unless names, shapes and values are those of ``modules``."""
+    """Return the checkpoint's factors.
+
+    Raises InputError unless their names and shapes are those of ``modules``, and all values are finite.
+    """
     factors, where = found.tensors.get("adapter", {}), f"{found.path / 'adapter.safetensors'}"
     shapes = {name: shape for module in modules for name, shape in module.factor_shapes().items()}
     refuse_unfit(factors, shapes, where)
@@ -197,7 +216,7 @@ def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Ten
 def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
     """Return the pairs for PEFT, which adapts q, k, v, gate and up separately.
 
-    Each of them gets our shared A and its rows of B.
+    Each of these matrices gets our shared A and its rows of B.
     """
     return {
         name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)
@@ -210,9 +229,10 @@ def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: floa
 
 
 def checksums(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Return two sums of each tensor's bits, the second one weighted by the position; equal on all types of device.
+    """Return two sums over each tensor, in which the bits of each element are read as an integer.
 
-    They are computed where the tensor is, in whole numbers modulo 2^64. The host waits for the device once.
+    In the second sum, each element is weighted by its position. The sums are computed modulo 2^64 on the tensor's
+    device, and are equal on all types of devices. The host waits for the device only once.
     """
     if not tensors:
         return []

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: LoRA factors, optimizer moments and the step. Any layout loads what any layout saved.
+"""Checkpoints of a run: LoRA factors, optimizer moments and the step. A run in any layout can load them.
 
 run_dir/checkpoints/step-000020/          "20 steps are done"
     adapter.safetensors  optimizer.safetensors     one file per kind of tensor; nothing is ever pickled
-    adapter-behind-1.safetensors                   with rollout.staleness: the factors of a step before, and so on
+    adapter-behind-1.safetensors                   with rollout.staleness: the factors of one step earlier, and so on
     state.json  checksums.json                     {step, config, state}; sha256 of every other file
 
-A checkpoint appears whole or not at all, even if the process is killed. It is used only if its checksums are right.
+A checkpoint appears whole or not at all, even if the process is killed. It is used only if its checksums are correct.
 """
 
 import json
@@ -41,7 +41,7 @@ NAME = re.compile(r"step-[0-9]{6,18}")
 @dataclass(frozen=True)
 class Checkpoint:
     step: int  # steps done
-    tensors: dict[str, dict[str, Tensor]]  # kind -> name -> full-size tensor on the CPU, mapped: its use reads it
+    tensors: dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor on the CPU, memory-mapped: read when used
     state: dict[str, Any]  # as it was passed to save()
     config: dict[str, Any]  # of the run that wrote it
     checksums: dict[str, str]  # sha256 of each file
@@ -59,7 +59,10 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that after a kill the next save recognises and removes the rest."""
+    """Remove a folder.
+
+    The folder is renamed first. If the process is killed, the next save recognises the rest by its name and removes it.
+    """
     path = path.rename(aside(path))
     shutil.rmtree(path)
 
@@ -73,14 +76,15 @@ def save(
     keep_last: int,
     check: Callable[[Checkpoint], None] = lambda written: None,
 ) -> Path:
-    """Write the checkpoint of ``step`` finished steps, keep the newest ``keep_last``, and return its folder.
+    """Write the checkpoint after ``step`` finished steps and return its folder. Only the newest ``keep_last`` are kept.
 
-    ``config`` is inputs.config.to_dict of the run. One process makes the call, with all tensors on the host, each
-    contiguous and in separate memory. The run's .jsonl files are forced to the disk before, because a resume needs
+    ``config`` is inputs.config.to_dict of the run. Only one process calls this. All tensors are on the host, each
+    contiguous and in separate memory. The run's .jsonl files are first flushed to the disk, because a resume needs
     their lines up to this step.
-    Checkpoints of this step and of later ones are removed: they were made before the run was rewound to an earlier
-    checkpoint. Raises InputError if the disk is full or cannot be written; the checkpoints of earlier steps then stay
-    as they were. They also stay if ``check`` raises. It gets the content of the files before their folder has its name.
+    Existing checkpoints of this step and of later steps are removed: they were saved before the run was rewound to an
+    earlier checkpoint. ``check`` gets the new checkpoint, as read from its files, before the folder gets its final
+    name. Raises InputError if the disk is full or cannot be written. If this happens, or ``check`` raises an exception,
+    the checkpoints of earlier steps stay as they were.
     """
     folder = Path(run_dir) / "checkpoints"
     target = folder / f"step-{step:06d}"
@@ -98,13 +102,13 @@ def save(
         (filling / "state.json").write_text(json.dumps(about, indent=1) + "\n")
         checksums = {path.name: sha256_file(path) for path in sorted(filling.iterdir())}
         (filling / "checksums.json").write_text(json.dumps(checksums, indent=1) + "\n")
-        check(load(filling, verified=True))  # mapped: only what is compared is read, and nothing is allocated
+        check(load(filling, verified=True))  # memory-mapped: only compared values are read, and no memory is allocated
     _remove_old(folder, step, keep_last)
     return target
 
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
-    """Remove all checkpoints but the newest ``keep_last`` up to ``step``."""
+    """Remove all checkpoints except the newest ``keep_last`` of steps up to ``step``."""
     kept = [path for number, path in _folders(folder) if number <= step]
     for _, path in _folders(folder):
         if path not in kept[:keep_last]:
@@ -115,9 +119,9 @@ def _remove_old(folder: Path, step: int, keep_last: int) -> None:
 
 
 def verify(path: Path, only: str | None = None) -> None:
-    """Raise InputError with the name of the first file that is missing or whose checksum has changed since the save.
+    """Raise InputError if a file is missing, is not in checksums.json, or has changed since the save.
 
-    With ``only``, the files of other kinds of tensors are not read.
+    The message names the first such file. If ``only`` names a kind of tensor, the files of other kinds are not read.
     """
     if not path.is_dir():
         raise InputError(f"{path}: no such checkpoint; give the folder of one")
@@ -135,10 +139,11 @@ def verify(path: Path, only: str | None = None) -> None:
 
 
 def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpoint:
-    """Return the checkpoint in the folder ``path``. Raises InputError with the file if it is incomplete or corrupted.
+    """Return the checkpoint in the folder ``path``.
 
-    If ``verified`` is true, verify() has been called already; it takes 15 s for 14 GiB. ``only`` is the one kind of
-    tensor that is wanted, for example adapter.
+    Raises InputError, which names the file, if the checkpoint is incomplete or corrupted. Set ``verified`` if verify()
+    has already been called, which takes 15 s for 14 GiB. If ``only`` names a kind of tensor, for example adapter, only
+    this kind is loaded.
     """
     if not verified:
         verify(path, only)
@@ -157,7 +162,7 @@ def load(path: Path, verified: bool = False, only: str | None = None) -> Checkpo
 
 
 def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
-    """Return what is wrong with a checkpoint's steps and optimizer steps under its configuration, or "" if they fit."""
+    """Return a message if a checkpoint's steps and optimizer steps do not fit its configuration, and otherwise ""."""
     named = ("train.steps", "rollout.prompts_per_step", "optim.prompts_per_update")
     most, prompts, update = (size if type(size) is int else 0 for size in map(flatten(config).get, named))
     expected = step * (prompts // max(1, update))
@@ -171,7 +176,10 @@ def mismatch(step: int, config: dict[str, Any], state: dict[str, Any]) -> str:
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint of the run with right checksums. ``say`` gets a line for each skipped one."""
+    """Return the run's newest checkpoint with correct checksums, or None if there is none.
+
+    ``say`` gets a line for each checkpoint that is skipped.
+    """
     for _, path in _folders(Path(run_dir) / "checkpoints"):
         try:
             verify(path, only)
@@ -183,7 +191,10 @@ def latest(run_dir: Path, say: Callable[[str], None] = print, only: str | None =
 
 
 def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
-    """Raise InputError with the keys of ``config`` that differ from the checkpoint's, but must not."""
+    """Raise InputError if ``config`` differs from the checkpoint's configuration in keys that must stay the same.
+
+    The message names these keys.
+    """
     if refused := changes_at_resume(checkpoint.config, config)[0]:
         raise InputError(
             f"{checkpoint.path}: saved with other values: {'; '.join(refused[:10])}; restore them to continue this run "
@@ -192,7 +203,7 @@ def check_resume(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
 
 
 def runs_of(name: str, out_dir: Path) -> list[Path]:
-    """Return the folders in ``out_dir`` of the runs of this name, the newest first."""
+    """Return the folders of all runs called ``name`` in ``out_dir``, the newest first."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = []
     for path in out_dir.iterdir() if out_dir.is_dir() else []:
@@ -206,13 +217,13 @@ def runs_of(name: str, out_dir: Path) -> list[Path]:
 def find_resumable(
     runs: Iterable[Path], config: dict[str, Any], say: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """Return the checkpoint from which train.resume=auto resumes: the newest of the newest suitable run, or None.
+    """Return the newest checkpoint of the newest suitable run, from which train.resume=auto resumes, or None.
 
     ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run is not
-    finished, is not being written by a live process, has a checkpoint with correct checksums, and may be resumed with
-    ``config``. If no run is suitable, but an unfinished one with a checkpoint has another configuration, InputError
-    names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys instead, and
-    a new run begins.
+    finished, has a checkpoint with correct checksums, and may be resumed with ``config``. Also, no live process is
+    writing it. If no run is suitable, but an unfinished run with a checkpoint has another configuration, InputError is
+    raised. It names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys
+    instead, and a new run begins.
     """
     changed = None  # the checkpoint of the newest run that has one but another configuration
     newer_is_finished = False
@@ -234,9 +245,9 @@ def find_resumable(
 
 
 def _newest(run_dir: Path, config: dict[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
-    """Return `latest` of a run that no live process is writing.
+    """Return the `latest` checkpoint of a run, or None if a live process is writing the run, or the run is unreadable.
 
-    Raises InputError if a process is writing a run with exactly this ``config``.
+    Raises InputError if the live process has exactly this ``config``.
     """
     try:
         with lock_run(run_dir):

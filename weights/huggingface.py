@@ -1,8 +1,9 @@
 """Converts Hugging Face safetensors to the Megatron shards of this rank and back, as a stream, with LoRA merged or not.
 
 A Megatron weight consists of one or more Hugging Face tensors ("blocks": q, k, v or gate, up). Each block is split over
-the tensor ranks, and the shares are joined. A `WeightShard` describes one weight, or a stack of experts' weights, and
-everything below follows from the list of slots. Nothing is ever unpickled.
+the tensor ranks, and each rank joins its shares of the blocks. A `WeightShard`, also called a slot, describes one
+weight of a rank, or a stack of experts' weights. `slots` lists them, and everything below follows from this list.
+Nothing is ever unpickled.
 """
 
 import json
@@ -34,8 +35,8 @@ class WeightShard:
     """One Megatron weight of this rank and the Hugging Face tensors that it consists of."""
 
     stored: Tensor | Packed  # the shard of this rank; for routed experts a stack
-    names: tuple[str, ...]  # the blocks, in the order in which they are joined along dim; in a stack expert by expert
-    shard_dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: each has all
+    names: tuple[str, ...]  # names of the blocks, in the order in which they are joined; in a stack, expert by expert
+    shard_dim: int | None = None  # dimension of the Hugging Face tensors that tensor ranks split; None: not split
     qkv_groups: int = 0  # > 0: the rows of q, k and v are interleaved by key/value group, which is Megatron's order
     experts: slice | None = None  # local numbers of routed experts
     adapter: Adapter | None = None  # the LoRA module, once attached
@@ -47,7 +48,7 @@ class WeightShard:
 
     @property
     def weight(self) -> Tensor:
-        """The shard; for routed experts (e, in, out). For int4 experts, the weights that their codes represent."""
+        """The shard, or for int4 experts the weights that the codes represent. A stack of e experts is (e, in, out)."""
         return self.stored if isinstance(self.stored, Tensor) else self.stored.dequantised().mT
 
     def rows(self, every: int) -> Tensor:
@@ -57,14 +58,17 @@ class WeightShard:
         return self.stored.inputs(every).mT
 
     def held(self) -> dict[str, Tensor]:
-        """Return the shard, or its codes and scales by an ending of its name."""
+        """Return the tensors that store the shard: itself under "", or the codes and scales of int4 experts.
+
+        The keys are endings for the name of the weight.
+        """
         if isinstance(self.stored, Tensor):
             return {"": self.stored}
         return {" (codes)": self.stored.codes, " (scales)": self.stored.scales}
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
-        """The names of the blocks of the matrix, or of each expert's matrix."""
+        """For each matrix, the names of its blocks. A stack has one matrix for each expert."""
         size = len(self.names) // (1 if self.experts is None else self.experts.stop - self.experts.start)
         return [self.names[first : first + size] for first in range(0, len(self.names), size)]
 
@@ -79,7 +83,7 @@ def own_experts(arch: Architecture, parallel: Parallel) -> range:
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
-    """Yield every weight of this rank in the order of the layers. Number and order are the same on every rank."""
+    """Yield every weight of this rank in the order of the layers. Their number and order are the same on every rank."""
     experts = own_experts(arch, parallel)
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
@@ -103,7 +107,7 @@ def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Ite
 
 
 def _base_weights(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
-    """Return the weights of a layer without LoRA, by their name in the model without LoRA."""
+    """Return a layer's frozen weights by the names that they have in a model without LoRA."""
     held: dict[str, Tensor | Packed] = {
         f"{name.replace('.base', '')}.weight": module.packed
         for name, module in layer.named_modules()
@@ -116,7 +120,10 @@ def _base_weights(layer: torch.nn.Module) -> dict[str, Tensor | Packed]:
 def _expert_slots(
     stored: Tensor | Packed, names: tuple[str, ...], module: Module, experts: range, adapter: Adapter | None
 ) -> Iterator[WeightShard]:
-    """Yield the stacks of a layer's routed experts, as LoRA multiplies them; {} in ``names`` becomes the number."""
+    """Yield a slot for each stack of a layer's routed experts that LoRA merges in one product.
+
+    Each {} in ``names`` is replaced with the number of an expert.
+    """
     for part in merged_parts(stored.shape):
         own = tuple(name.format(number) for number in experts[part] for name in names)
         yield WeightShard(stored[part], own, module.split, experts=part, adapter=adapter, kind=module.kind)
@@ -133,7 +140,7 @@ def interleave_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 
 
 def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
-    """Undo interleave_qkv."""
+    """Convert Megatron's order back to [all q; all k; all v]. This undoes interleave_qkv."""
     q_size, d = arch.num_heads // arch.num_kv_heads * arch.head_dim, arch.head_dim
     by_group = rows.view(groups, q_size + 2 * d, *rows.shape[1:]).split([q_size, d, d], dim=1)
     return torch.cat([block.reshape(-1, *rows.shape[1:]) for block in by_group])
@@ -143,9 +150,10 @@ def separate_qkv(rows: Tensor, groups: int, arch: Architecture) -> Tensor:
 
 
 def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """Return the tensors of ``model_dir`` by name (by_expert), mapped: only what is used is read from the disk.
+    """Return the tensors of ``model_dir`` by name, with separate tensors for each routed expert (`by_expert`).
 
-    Raises InputError unless their names, shapes and dtypes are exactly those of the architecture.
+    The files are memory-mapped, so only tensors that are used are read from the disk. Raises InputError unless the
+    names and shapes are exactly those of the architecture, and every dtype is in DTYPES.
     """
     stored: dict[str, Tensor] = {}
     for path in _weight_files(Path(model_dir)):
@@ -160,7 +168,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return a clause for each kind of wrong name, then one for each tensor of a wrong shape or dtype."""
+    """Describe the problems: one text for all missing names, one for surplus names, one per wrong shape or dtype."""
     unmatched = {
         "missing": [name for name in expected if name not in stored],
         "not part of this architecture": [name for name in stored if name not in expected],
@@ -176,9 +184,11 @@ def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) ->
 
 
 def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with routed experts one by one. transformers 5 stores those of a layer in one tensor.
+    """Return the tensors by name, with separate tensors for each routed expert.
 
-    gate_up_proj (E, 2 w, h) has the rows of an expert's gate before those of its up; down_proj is (E, h, w).
+    transformers 5 stores all experts of a layer in two tensors, gate_up_proj (E, 2 w, h) and down_proj (E, h, w). In
+    gate_up_proj, the rows of an expert's gate are before those of its up. E is the number of experts, w their width,
+    and h the hidden size. Raises InputError if an expert's matrix is stored in both ways.
     """
     single, split = {}, {}
     for name, tensor in stored.items():
@@ -196,7 +206,10 @@ def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    """Return the files of the weights. Raises InputError for an adapter or other weights next to them."""
+    """Return the paths of the weight files.
+
+    Raises InputError if a file is missing, or if an adapter or other weights are in the same folder.
+    """
     if adapters := sorted(path.name for path in model_dir.glob("adapter_*") if path.suffix in ADAPTER_ENDINGS):
         raise InputError(f"{model_dir}: {adapters[0]}: is a LoRA adapter next to the weights; merge it or remove it")
     index = model_dir / "model.safetensors.index.json"
@@ -218,12 +231,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def unread_weights(model_dir: Path) -> list[str]:
-    """Return the names of weights in other formats, which are never opened."""
+    """Return the names of weight files in other formats, which are never opened."""
     return sorted(path.name for path in model_dir.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
 
 
 def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
-    """Build this rank's shards of Megatron's model, and read its weights. Raises InputError as read_model does."""
+    """Build this rank's shards of Megatron's model, and fill them with `load`, which may raise InputError."""
     model = megatron_model.build_for(cfg, arch, parallel)
     load(model, arch, parallel, cfg.path)
     return model
@@ -231,9 +244,10 @@ def load_model(cfg: ModelConfig, arch: Architecture, parallel: Parallel) -> torc
 
 @torch.no_grad()
 def load(model: torch.nn.Module, arch: Architecture, parallel: Parallel, model_dir: str | Path) -> None:
-    """Fill the shards of this rank from the safetensors of ``model_dir``, reading only the slices that it needs.
+    """Fill the shards of this rank from the safetensors of ``model_dir``. Only the slices for this rank are read.
 
-    Raises InputError with the name of a missing, surplus, misshapen, unreadable or non-finite tensor.
+    Raises InputError if a tensor is missing, surplus, unreadable or non-finite, or has a wrong shape or dtype. The
+    message names the tensor.
     """
     from tqdm import tqdm
 
@@ -275,9 +289,9 @@ def export(
     """Yield every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
     A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
-    Collective: every rank must consume the whole stream, and gets the same tensors. As many experts of every rank as
-    MESSAGE allows are gathered at a time, but at least one.
-    With ``only``, the stream has the tensors that training changes, the tensors with these names, and the tensors that
+    A collective: every rank must consume the whole stream, and gets the same tensors. From every rank, as many experts
+    as MESSAGE allows are gathered at a time, but at least one.
+    With ``only``, the stream has the tensors with these names, those that LoRA changes (if ``merge``), and those that
     an engine fuses with them. Without ``experts``, the routed experts are left out. Do not write into a tensor, because
     it may be the model's memory.
     """
@@ -285,7 +299,7 @@ def export(
     if only is not None:
         todo = changing(todo, only, merge, experts)
     for slot in todo:
-        value = merged(slot) if merge else slot.weight.to(parallel.device)  # frozen experts may wait on the host
+        value = merged(slot) if merge else slot.weight.to(parallel.device)  # frozen experts may be on the host
         if slot.experts is None:
             yield from _whole(slot, value, slot.names, arch, parallel)
             continue
@@ -304,9 +318,9 @@ def export(
 def changing(
     todo: list[WeightShard], only: Collection[str], adapted: bool = True, experts: bool = True
 ) -> list[WeightShard]:
-    """Return the slots with a tensor of ``only`` or (if ``adapted``) LoRA, and those that an engine fuses with them.
+    """Return the slots with a tensor in ``only``, and also, if ``adapted``, all slots that have LoRA.
 
-    Without ``experts``, the routed experts are left out.
+    The slots that an engine fuses with them are included. Without ``experts``, the routed experts are left out.
     """
     todo = [slot for slot in todo if experts or not slot.is_expert]
     wanted = {
@@ -318,16 +332,20 @@ def changing(
 
 
 def merged(slot: WeightShard) -> Tensor:
-    """Return this rank's shard of W + (alpha / R) B A, in fp32 from the untouched base, cast once; W without LoRA."""
+    """Return this rank's shard of W + (alpha / R) B A, or of W if the slot has no LoRA.
+
+    The sum is computed in fp32 from the untouched base, and cast once.
+    """
     if slot.adapter is None:
         return slot.weight
     return slot.adapter.merged(slot.weight, slot.experts)
 
 
 def fused_group(name: str) -> str:
-    """Return the fused module of an engine for the Hugging Face tensor ``name``. Its tensors can only change together.
+    """Return the name of the fused module in an engine that contains the Hugging Face tensor ``name``.
 
-    These are fused: q, k, v and their biases; gate and up; all three matrices of all experts of a layer.
+    The tensors of a fused module can only change together. Engines fuse q, k, v and their biases, gate and up, and all
+    three matrices of all experts of a layer.
     """
     name = re.sub(r"\.self_attn\.[qkv]_proj\.(weight|bias)$", ".self_attn.qkv_proj", name)
     name = re.sub(r"\.mlp\.experts\..+$", ".mlp.experts", name)
@@ -337,7 +355,10 @@ def fused_group(name: str) -> str:
 def _whole(
     slot: WeightShard, value: Tensor, names: tuple[str, ...], arch: Architecture, parallel: Parallel
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole blocks of the slot, from this rank's joined shares ``value``. Collective."""
+    """Gather ``value``, this rank's joined shares of blocks, and yield the whole blocks with their ``names``.
+
+    All tensor ranks call this together.
+    """
     if slot.qkv_groups:
         value = separate_qkv(value, slot.qkv_groups, arch)
     by_rank = gather(value, parallel.tensor if slot.shard_dim is not None else 1, parallel.tensor_group)
@@ -353,7 +374,10 @@ def _whole(
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file for all who may list its folder. safetensors itself lets only the owner read it."""
+    """Write a safetensors file with the read and write permissions of its folder.
+
+    safetensors itself lets only the owner read the file.
+    """
     import safetensors.torch
 
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
@@ -361,7 +385,10 @@ def save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_model(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, shard_bytes: int = 4 * 2**30) -> None:
-    """Write a stream of named tensors as safetensors files of at most ``shard_bytes``; several files get an index."""
+    """Write a stream of named tensors as safetensors files of at most ``shard_bytes`` each.
+
+    If there are several files, an index is written as well.
+    """
     batch: dict[str, Tensor] = {}
     paths, weight_map, total = [], {}, 0
 

@@ -1,10 +1,10 @@
-"""Reads and writes PEFT's adapters, in all forms that PEFT has, as pairs of factors by the base model's matrices.
+"""Reads and writes PEFT adapters in all forms that PEFT has. In memory, each adapted matrix has a `Pair` of factors.
 
-full    a pair for each matrix, also of an expert, all named in target_modules
-leaf    the same, with last names in target_modules (q_proj): what PEFT writes with transformers 4 and servers read
-stack   the routed experts of a layer as two 3-D parameters (target_parameters): what PEFT needs with transformers 5
+full    a pair for each matrix, including each expert's; target_modules contains their full names
+leaf    the same, but target_modules contains only last names (q_proj); PEFT with transformers 4 writes this form
+stack   the routed experts of a layer are two 3-D parameters (target_parameters); PEFT with transformers 5 needs it
 
-E is the number of experts, R the rank of a pair.
+Servers read the form leaf. E is the number of experts, and R the rank of a pair of factors.
 """
 
 import json
@@ -28,7 +28,7 @@ PREFIX, FILE, SETTINGS = "base_model.model.", "adapter_model.safetensors", "adap
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 FACTOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight")
 STACK = re.compile(r"\.mlp\.experts(\.base_layer)?$")
-# Changes that an adapter may also make, and here must not: key -> the values that change nothing.
+# Keys for other changes to a model, which are not supported here -> the values with which nothing changes.
 PLAIN: dict[str, tuple] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -50,14 +50,14 @@ class Pair(NamedTuple):
     scale: float
 
 
-Pairs = dict[str, Pair]  # by the base model's matrix, without .weight: model.layers.0.self_attn.q_proj
+Pairs = dict[str, Pair]  # keys: matrices of the base model without .weight, such as model.layers.0.self_attn.q_proj
 
 
 # ------------------------------------------------------------------------------------------------ writing
 
 
 def write(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
-    """Write the adapter to ``folder``, which may be new. Every pair's scale must be alpha / R."""
+    """Write the adapter to ``folder``, which is created if needed. The scale of every pair must be alpha / R."""
     assert all(math.isclose(pair.scale, alpha / len(pair.a)) for pair in pairs.values())
     save(folder, tensors(arch, pairs, form), config(base_model, arch, pairs, alpha, form))
 
@@ -70,10 +70,10 @@ def save(folder: Path, named: dict[str, Tensor], settings: dict[str, Any]) -> No
 
 
 def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
-    """Return the factors with the names and shapes of PEFT.
+    """Return the factors with the names and shapes that PEFT gives them.
 
-    In a stack, the factors of all experts are one 2-D pair: lora_A (E R, in) with R fastest, lora_B (out, R E) with E
-    fastest. Gate and up share one A there.
+    In a stack, the factors of all experts form one 2-D pair, and gate and up must share one A. lora_A is (E R, in), in
+    which R varies fastest. lora_B is (out, R E), in which E varies fastest.
     """
     found, stacks = {}, _stacks(pairs if form == "stack" else {})
     both = {fused for _, fused in stacks} == {"gate_up_proj", "down_proj"}
@@ -93,14 +93,14 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
 
 
 def _leaves(fused: str) -> tuple[str, ...]:
-    """Return the names of an expert's matrices that the parameter ``fused`` contains."""
+    """Return which matrices of an expert the 3-D parameter ``fused`` contains: gate and up, or down."""
     return ("gate", "up") if fused == "gate_up_proj" else ("down",)
 
 
 def _joined(
     own: dict[tuple[int, str], Pair], leaves: tuple[str, ...], num_experts: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return A and B of each expert: zeros where it has no pair, and the rows of the ``leaves`` in one B."""
+    """Return one A and one B for each expert. B joins the rows of all ``leaves``. Missing factors become zeros."""
     some = next(iter(own.values()))
     a, b = [], []
     for expert in range(num_experts):
@@ -113,7 +113,10 @@ def _joined(
 
 
 def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
-    """Return (model.layers.0.mlp.experts, gate_up_proj or down_proj) -> (expert, gate or up or down) -> its pair."""
+    """Group the pairs of the routed experts by the 3-D parameter that contains their matrices.
+
+    The result maps (model.layers.0.mlp.experts, gate_up_proj or down_proj) to {(expert, gate or up or down): pair}.
+    """
     found: dict[tuple[str, str], dict[tuple[int, str], Pair]] = {}
     for name, pair in pairs.items():
         if match := EXPERT.fullmatch(name):
@@ -124,11 +127,11 @@ def _stacks(pairs: Pairs) -> dict[tuple[str, str], dict[tuple[int, str], Pair]]:
 
 
 def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> dict[str, Any]:
-    """Return PEFT's adapter_config.json. lora_dropout is 0, as in training.
+    """Return the content of PEFT's adapter_config.json. lora_dropout is 0, as in training.
 
-    In a stack, all layers of the MLP are targeted as parameters. In Qwen MoE models, PEFT with transformers 5 takes a
-    target module called gate_proj, up_proj, down_proj or gate for the routed experts and the router of older
-    checkpoints.
+    With the form stack, all matrices of the MLP are targeted as parameters, because PEFT with transformers 5 would
+    misread some target modules. In Qwen MoE models, it takes gate_proj, up_proj, down_proj and gate for the routed
+    experts and the router of older checkpoints.
     """
     expert_rank, pattern = _ranks(pairs, arch, form)
     modules, parameters = _targets(pairs, arch, form)
@@ -151,9 +154,10 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
 
 
 def _ranks(pairs: Pairs, arch: Architecture, form: Form) -> tuple[int, dict[str, int]]:
-    """Return r, which is that of the routed experts if they are adapted, and the rank_pattern of everything else.
+    """Return r and the rank_pattern.
 
-    There is one pattern, because PEFT warns about each pattern that matches no module.
+    If routed experts are adapted, r is their rank, and the pattern gives the rank of all other matrices. There is only
+    one pattern, because PEFT warns about each pattern that matches no module.
     """
     (rank,) = {len(pair.a) for name, pair in pairs.items() if not EXPERT.fullmatch(name)} or {0}
     (expert_rank,) = {len(pair.a) for name, pair in pairs.items() if EXPERT.fullmatch(name)} or {rank}
@@ -174,7 +178,7 @@ def _targets(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], l
 
 
 def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
-    """Return the modules and the parameters that are not routed experts, without their layer."""
+    """Return the target modules and target parameters outside the routed experts, named as by `_without_layer`."""
     names = _without_layer([name for name in pairs if not EXPERT.fullmatch(name)], arch)
     if form != "stack":
         return names, []
@@ -182,7 +186,10 @@ def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[
 
 
 def _without_layer(names: list[str], arch: Architecture) -> list[str]:
-    """Return the names, without `model.layers.N.` for a matrix that is adapted in every layer that has it."""
+    """Return the names, each only once, and shortened if possible.
+
+    If a matrix is adapted in every layer that has it, `model.layers.N.` is removed from its names.
+    """
     short = {name: name.split(".", 3)[3] for name in names}
     stacked = {name[: match.start(2) - 1] for name in tensor_shapes(arch) if (match := EXPERT.match(name))}
     every = [name.removesuffix(".weight") for name in tensor_shapes(arch) if name.startswith("model.layers.")]
@@ -195,7 +202,7 @@ def _without_layer(names: list[str], arch: Architecture) -> list[str]:
 
 
 def _pattern(text: str) -> re.Pattern:
-    """Return the pattern as PEFT compares it with a module's name. Raises ValueError if it is no regular expression."""
+    """Compile the pattern that PEFT compares with a module's name. Raises ValueError if this is not possible."""
     try:
         return re.compile(rf"(.*\.)?({text})$")
     except (re.error, OverflowError, RecursionError) as error:
@@ -208,7 +215,7 @@ Alpha = Annotated[float, Field(gt=0, le=2**24)]
 
 
 class Settings(BaseModel):
-    """The keys of adapter_config.json by which programs find and scale the factors. PLAIN has the other keys."""
+    """The keys of adapter_config.json with which programs find and scale the factors. PLAIN has the other keys."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -229,7 +236,10 @@ class Settings(BaseModel):
 
 
 def read_settings(folder: Path) -> Settings:
-    """Return what adapter_config.json in ``folder`` says. Raises InputError if it is not LoRA, or a value is wrong."""
+    """Return the settings in the adapter_config.json of ``folder``.
+
+    Raises InputError if the adapter is not LoRA, makes changes that are not supported (PLAIN), or has invalid values.
+    """
     path = folder / SETTINGS
     content = read_object(path)
     for key, plain in {"peft_type": ("LORA",), **PLAIN}.items():
@@ -241,7 +251,8 @@ def read_settings(folder: Path) -> Settings:
 def read(folder: Path, arch: Architecture) -> Pairs:
     """Return the pairs of a PEFT adapter for a base model of ``arch``, in any form.
 
-    Raises InputError if it is not LoRA, changes more than matrices of the layers, contradicts itself, or does not fit.
+    Raises InputError if the adapter is not LoRA, changes more than matrices of the layers, or contradicts itself. It is
+    also refused if it does not fit ``arch``, or has not been trained (every B is 0).
     """
     settings, path, expected = read_settings(folder), folder / FILE, tensor_shapes(arch)
     pairs: Pairs = {}
@@ -261,7 +272,7 @@ def read(folder: Path, arch: Architecture) -> Pairs:
 
 
 def _factors(path: Path) -> dict[str, list[Tensor]]:
-    """Return [A, B] of every module in fp32. Raises InputError unless each has both, with finite numbers."""
+    """Return [A, B] of every module in fp32. Raises InputError unless each module has both, with finite numbers."""
     found: dict[str, list[Tensor]] = {}
     for name, factor in sorted(read_tensors(path).items()):
         match = FACTOR.fullmatch(name)
@@ -276,9 +287,9 @@ def _factors(path: Path) -> dict[str, list[Tensor]]:
 
 
 def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
-    """Return the pair of a module, or those of all experts of a layer. Raises InputError unless they fit the settings.
+    """Return the pair of a module, or the pairs of all experts if ``module`` is a stack.
 
-    ``where`` is the file and the module, for the message.
+    Raises InputError unless they fit the settings. ``where`` names the file and the module in the message.
     """
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     copies = arch.num_experts if is_stack else 1
@@ -303,7 +314,7 @@ def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings
 
 
 def _of_pattern(patterns: dict[re.Pattern, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module, or its parameter weight; otherwise ``default``."""
+    """Return the value of the first pattern that matches ``module`` or its parameter weight, otherwise ``default``."""
     for pattern, value in (patterns or {}).items():
         if pattern.match(module) or pattern.match(f"{module}.weight"):
             return value

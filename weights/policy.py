@@ -1,7 +1,7 @@
-"""The policy under training on this rank: the frozen model, its LoRA adapters, and the operations that others need.
+"""The policy under training on this rank: the frozen model, its LoRA adapters, and the operations on them.
 
 The learner changes the factors, the push passes the policy to the sampler, and a checkpoint contains its whole factors.
-Frozen weights never change. b is the number of rows, T of tokens per row, and R the rank.
+Frozen weights never change. b is the number of rows, T the number of tokens per row, and R the rank.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from weights import adapter_weights, huggingface
 from weights.adapter_weights import checksums, hf_name
 from weights.huggingface import WeightShard
 
-SAMPLED_ROWS = 64  # of a large weight, for `update_kept`: a small part of the cost of merging it
+SAMPLED_ROWS = 64  # rows of a large weight that `update_kept` compares, at a small part of the cost of a merge
 
 Pieces = dict[tuple[str, str], Tensor]  # (name of the whole tensor, which piece of it) -> this rank's tensor
 
 
 class Policy:
-    """The model with its adapters. Every rank makes the same calls, because most of them are collective."""
+    """The model with its adapters. Every rank must call the same methods, because most of them are collective."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Policy:
         parallel: Parallel,
         model: torch.nn.Module,
     ) -> None:
-        """Take ``model``, to which lora_megatron.attach_for has attached adapters."""
+        """Use ``model``, to which lora_megatron.attach_for has already attached adapters."""
         self.cfg, self.arch, self.parallel, self.model = cfg, arch, parallel, model
         self.adapters = lora_megatron.attached(model)
         self.factors = lora_megatron.factors(self.adapters)
 
     @classmethod
     def on(cls, cfg: Config, arch: Architecture, parallel: Parallel, model: torch.nn.Module) -> Policy:
-        """Attach new adapters to ``model``."""
+        """Attach new adapters to ``model``, and return the policy."""
         lora_megatron.attach_for(model, cfg, parallel)
         return cls(cfg, arch, parallel, model)
 
@@ -86,18 +86,20 @@ class Policy:
         return {name: factor.detach().clone() for name, factor in self.factors.items()}
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole factor by its name in a checkpoint.
+        """Yield each whole factor with its name in a checkpoint.
 
-        One tensor is gathered at a time. Collective: every rank reads to the end. A tensor may share a factor's memory.
+        A collective: one tensor is gathered at a time, so every rank must read to the end. A tensor may share memory
+        with a factor.
         """
         for name, factor in self.factors.items():
             whole = adapter_weights.whole(name, factor, factor.detach(), self.arch, self.parallel)
             yield hf_name(name, self.arch), whole
 
     def gathered(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the same tensors on the host of rank 0, and None on the other ranks.
+        """Yield the same tensors as `whole`, on the host of rank 0, and None on the other ranks.
 
-        ``values`` with the factors' shapes may replace the factors. The device has one tensor at a time.
+        If ``values`` with the shapes of the factors are passed, these are gathered instead of the factors. Only one
+        whole tensor is on the device at a time.
         """
         for name, value in (self.factors if values is None else values).items():
             factor = self.factors[name]
@@ -107,9 +109,9 @@ class Policy:
             yield hf_name(name, self.arch), on_host
 
     def load_(self, tensors: Mapping[str, Tensor], ending: str = "", into: Mapping[str, Tensor] | None = None) -> None:
-        """Fill the factors, or ``into``, from whole tensors whose names in ``tensors`` have this ``ending``.
+        """Fill the factors, or ``into``, from the whole tensors in ``tensors`` whose names end in ``ending``.
 
-        Raises InputError if names or shapes are not those of this policy; then nothing has changed.
+        Raises InputError, before anything has changed, if the tensors do not fit this policy or have invalid values.
         """
         pieces = adapter_weights.scatter(self.adapters, tensors, self.arch, self.parallel, ending)
         adapter_weights.copy_(self.factors if into is None else into, pieces)
@@ -117,7 +119,10 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ comparisons
 
     def unequal(self, frozen: bool) -> str:
-        """Name what is not equal on all ranks that store it, or return "". ``frozen``: compare the base as well."""
+        """Return a message that names tensors that are not equal on all ranks that store them, or "" if all are equal.
+
+        Every rank calls this together. With ``frozen``, the frozen weights are compared as well as the factors.
+        """
         pieces = self._factor_pieces()
         if frozen:
             for slot in huggingface.slots(self.model, self.arch, self.parallel):
@@ -135,7 +140,7 @@ class Policy:
         return pieces
 
     def _frozen_pieces(self, slot: WeightShard) -> Pieces:
-        """Return the weights of ``slot``, under the name of their first block, if other ranks store them as well."""
+        """Return the weights of ``slot`` if other ranks store them as well. Each is named after its first block."""
         if self.parallel.copies(slot) == 1:
             return {}
         shard = str(self.parallel.tensor_rank) if slot.shard_dim is not None else ""
@@ -148,20 +153,20 @@ class Policy:
 
     @torch.no_grad()
     def update_kept(self) -> dict[str, float]:
-        """Return how much of the update U = (alpha / R) B A, computed in fp32, the rounded policy has. Collective.
+        """Return metrics that show how much of the update the rounded policy keeps. Every rank calls this together.
 
-        The policy's change C is the merged weight as it is pushed, minus W. If the engine keeps factors apart, C is
-        (alpha / R) B A of the factors as they are pushed. sync/update_share is <C, U> / <U, U>, which is 1 if nothing
-        is lost. sync/update_error is |C - U| / |U|. They are 1 and 0 before the first update, where U is 0. Large
-        weights are represented by SAMPLED_ROWS of their rows.
+        The update in fp32 is U = (alpha / R) B A. The policy's change C is the merged weight as it is pushed, minus W.
+        If the engine keeps factors apart, C is (alpha / R) B A of the factors as they are pushed. sync/update_share is
+        <C, U> / <U, U>, which is 1 if rounding drops nothing. sync/update_error is |C - U| / |U|. Before the first
+        update, U is 0, and the metrics are 1 and 0. Large weights are represented by SAMPLED_ROWS of their rows.
 
         If trainer and engine share the memory of merged experts, their log-probs cannot show a wrong merge. Then C
         comes from this memory. sync/experts_wrong is the share of its sampled elements that are not W + U, in the
-        expert where most are wrong. W + U is computed here, apart from Adapter.merged. Among 10^5 elements, none
-        differs in a correct merge, and 400 after an update of B by 1e-6.
+        expert where most are wrong. Here W + U is computed without Adapter.merged. In a correct merge, none of 10^5
+        elements differs. If the merge misses an update of B by 1e-6, 400 of them differ.
         """
         products: list[Tensor] = []  # <U, U>, <U, C - U>; .., <C - U, C - U> of each adapted weight
-        counts: list[float] = []  # how often each one counts, for unsampled rows and copies on ranks
+        counts: list[float] = []  # weight of each product, which corrects for unsampled rows and for copies on ranks
         wrong: list[Tensor] = []
         for slot in huggingface.slots(self.model, self.arch, self.parallel):
             if slot.adapter is None:
@@ -169,7 +174,7 @@ class Policy:
             pair, wrong_shares = self._update_and_error(slot)
             wrong += wrong_shares
             products.append(pair.flatten(1) @ pair.flatten(1).t())
-            copies = min(map(self.parallel.copies, (slot.adapter.A, slot.adapter.B)))  # equal on this many ranks
+            copies = min(map(self.parallel.copies, (slot.adapter.A, slot.adapter.B)))  # on this many ranks
             counts.append(slot.stored.shape.numel() / pair[0].numel() / copies)
         weights = torch.tensor(counts).to(products[0].device)
         total = self.parallel.sum_over_ranks(torch.tensordot(weights, torch.stack(products), 1))
@@ -178,16 +183,17 @@ class Policy:
             "sync/update_share": 1 + both / own if own else 1.0,
             "sync/update_error": (lost / own) ** 0.5 if own else 0.0,
         }
-        # Every rank enters this collective, whatever it shares.
+        # Every rank enters this collective, whether or not it shares memory.
         worst = self.parallel.max_over_ranks(torch.cat(wrong).amax().item() if wrong else -1.0)
         if worst >= 0:
             metrics["sync/experts_wrong"] = worst
         return metrics
 
     def _update_and_error(self, slot: WeightShard) -> tuple[Tensor, list[Tensor]]:
-        """Return U and C - U of sampled rows, and for shared memory each expert's wrong share.
+        """Return U and C - U of the sampled rows, and a list of shares of wrong elements.
 
-        (2, .., rows, columns), (e,)
+        If memory is shared, the list has one tensor with each expert's share; otherwise it is empty.
+        (2, .., rows, columns), [(e,)]
         """
         adapter = slot.adapter
         if slot.experts is None:
@@ -219,7 +225,10 @@ class Policy:
 
 @torch.no_grad()
 def differing(pieces: Pieces, parallel: Parallel) -> str:
-    """Name the pieces that are not equal on all ranks that store them, or return "". Collective."""
+    """Return a message that names pieces that are not equal on all ranks that store them, or "" if all are equal.
+
+    Every rank calls this together.
+    """
     own = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
     held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that stores it
     for rank, pieces_of_rank in enumerate(parallel.gather_objects(own)):

@@ -1,10 +1,11 @@
-"""Probe adapters, for one or several kinds of modules, and the log-probs that a correct program has with them.
+"""Probe adapters for one or several kinds of modules, and the log-probs that a correct program computes with them.
 
-    DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with names and patterns in use elsewhere
+    DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with other common names and patterns
     DIR/expected.json       prompts; log-probs of the base, with each kind, and with each kind under each known fault
 
-`preflight.py --adapter DIR --stack PROGRAM` compares a program with them. A probe adapts at most LAYERS layers, among
-them the first and the last one. R is the rank, P the number of prompts, and T of tokens per prompt.
+`preflight.py --adapter DIR --stack PROGRAM` compares a program's log-probs with the expected ones. A probe adapts at
+most LAYERS layers, among them the first and the last one. R is the rank, P the number of prompts, and T the number of
+tokens per prompt.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from weights.adapter_weights import Adapted, adapted_modules
 from weights.peft_adapters import EXPERT, Form, Pair, Pairs
 from weights.policy import Policy
 
-RANK, ALPHA = 6, 9.0  # so that no fault of the scale equals another one: 9, 9 / 6, 9 / sqrt(6), 1
+RANK, ALPHA = 6, 9.0  # with these, the correct scale and the wrong ones all differ: 9 / 6; 9, 9 / sqrt(6), 1
 EFFECT = 0.3  # mean |change| of a prompt token's log-prob by one kind of module, in nats
-NEAR, FARTHEST = 0.1, 0.2  # how close the search for a size gets, and the largest distance that it accepts
+NEAR, FARTHEST = 0.1, 0.2  # the search for a size stops within NEAR of EFFECT, and accepts no more than FARTHEST
 PROMPTS, TOKENS = 4, 32  # a prompt's length is a multiple of 32, because tensor ranks split it
 LAYERS = 4
-NOT_FAR = 0.02  # a fault that moves the log-probs by less, in nats, is not distinguished from the right answer
+NOT_FAR = 0.02  # a fault that changes the log-probs by less, in nats, is not distinguished from the right answer
 PROBES, EXPECTED = "probes", "expected.json"
 GIVEN = "given"  # the kind of the adapter that the user gave
 
@@ -58,9 +59,10 @@ KINDS = {  # kind -> its matrices in a layer
 FC1, FC2 = (tuple(f"{place}_{layer}" for place in ("dense", "shared", "experts")) for layer in ("fc1", "fc2"))
 TOGETHER = {"experts": ("experts_fc1", "experts_fc2"), "mlp_fc1": FC1, "mlp": FC1 + FC2}
 TOGETHER["all"] = ("qkv", "proj", *FC1, *FC2)
-OWN_A = "mlp_own_a"  # the same, with a separate A for each up projection, as PEFT draws it: no stack can hold it
-LEAF = {"experts_fc1", OWN_A, *TOGETHER}  # kinds that are also written as people write them, with last names
-# Names that programs write or read, but PEFT does not: it is right to apply or refuse them, and wrong to ignore them.
+OWN_A = "mlp_own_a"  # mlp with a separate A for each up projection, as PEFT draws it; the form stack cannot store this
+LEAF = {"experts_fc1", OWN_A, *TOGETHER}  # kinds that are also written in the form leaf, which is the usual one
+# Names that some programs write or read, but PEFT does not. A correct program applies or refuses them, but never
+# ignores them.
 OTHER_NAMES = {  # label -> the replacement of "model.layers"
     "names_language_model": "language_model.model.layers",
     "names_extra_model": "model.model.layers",
@@ -68,16 +70,16 @@ OTHER_NAMES = {  # label -> the replacement of "model.layers"
     "names_megatron": "decoder.layers",
 }
 
-Value = Callable[[Pairs], Tensor]  # pairs -> the log-probs of the prompts with these updates
+Value = Callable[[Pairs], Tensor]  # pairs -> the log-probs of the prompts if the model has these updates
 
 
 # ------------------------------------------------------------------------------------------------ factors
 
 
 def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: float) -> Pairs:
-    """Draw random pairs. With ``size`` 1 the entries of an update have a standard deviation of 1 / sqrt(in).
+    """Draw random pairs. With ``size`` 1, the entries of an update have a standard deviation of 1 / sqrt(in).
 
-    Matrices that are one in Megatron (q, k, v; gate, up) share their A. A pair depends on its name and on nothing else.
+    Matrices that Megatron fuses (q, k, v; gate, up) share their A. The random numbers depend only on a pair's name.
     """
     shapes, pairs = tensor_shapes(arch), {}
     for name in names:
@@ -96,7 +98,7 @@ def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: fl
 def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[str, Tensor]:
     """Return the pairs as whole factors of a checkpoint (Adapted.factor_shapes), whose scale is ``alpha`` / R.
 
-    Pairs of one module that do not share A are next to each other in its rank.
+    If pairs of one module do not share A, each of them has a separate part of the module's rank.
     """
     factors = {}
     for adapted in modules:
@@ -119,9 +121,9 @@ def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[st
 
 
 def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """Return known faults of programs: name -> the pairs that a correct program would need for the same result.
+    """Return, for each known fault of programs, the pairs with which a correct program would give the faulty result.
 
-    A fault that changes nothing in these pairs is left out.
+    A fault that leaves these pairs unchanged, or leaves none of them, is omitted.
     """
 
     def only(pattern: str) -> Pairs:
@@ -185,14 +187,14 @@ def _same(some: Pairs, others: Pairs) -> bool:
 
 
 def _neighbours(name: str, pair: Pair) -> Pair:
-    """Return the pair with exchanged halves of two tensor ranks: rows of B, or columns of A."""
+    """Return the pair with the shards of two tensor ranks exchanged: the halves of B's rows, or of A's columns."""
     if name.endswith((".o_proj", ".down_proj")):
         return pair._replace(a=pair.a.roll(pair.a.shape[1] // 2, 1))
     return pair if name.endswith(".gate") else pair._replace(b=pair.b.roll(len(pair.b) // 2, 0))
 
 
 def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """Return the pairs with the stack of all experts' B read or written in the other order of expert and rank."""
+    """Return pairs for two faults: the stack of all experts' B is read, or written, with expert and rank swapped."""
     groups: dict[str, list[str]] = {}
     for name in pairs:
         if match := EXPERT.fullmatch(name):
@@ -219,27 +221,27 @@ def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
 
 
 def prompts_for(arch: Architecture) -> list[list[int]]:
-    """Return random tokens, equal for every model with as large a vocabulary.  (P, T)"""
+    """Return random prompts, which are equal for all models with a vocabulary of the same size.  (P, T)"""
     generator = torch.Generator().manual_seed(derive_seed("probe", "prompts"))
     return torch.randint(3, min(arch.vocab_size, 2**16), (PROMPTS, TOKENS), generator=generator).tolist()
 
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> Tensor:
-    """Return the log-probs of every prompt token but the first, by a model of transformers.  (P, T - 1) in fp64"""
+    """Compute the log-probs of all prompt tokens but the first with a transformers model.  (P, T - 1) in fp64"""
     ids = torch.tensor(prompts)
     found = model(ids, use_cache=False).logits.double().log_softmax(-1)[:, :-1]
     return found.gather(-1, ids[:, 1:, None])[..., 0]
 
 
 class Float64:
-    """The reference: transformers in float64. An update is added to its weights, and removed again."""
+    """The reference: a transformers model in float64. Each call adds updates to its weights, and then restores them."""
 
     def __init__(self, model_dir: str, arch: Architecture) -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        plain = {"attn_implementation": "eager"}  # not all of its other implementations take fp64
+        plain = {"attn_implementation": "eager"}  # not all other implementations support fp64
         if int(transformers.__version__.partition(".")[0]) >= 5:
             plain["experts_implementation"] = "eager"
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -258,10 +260,14 @@ class Float64:
 
 
 class Trainer:
-    """The trainer's policy in the layout of a run, on all ranks. Collective."""
+    """The trainer's policy in the layout of a run. All ranks make every call together."""
 
     def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
-        """Load the policy. ``width``: the largest rank that will come, or 3 times it if q, k and v may not share A."""
+        """Load the policy.
+
+        ``width`` is the largest rank of the pairs that will be passed. If q, k and v may have different
+        factors A, it is 3 times this rank.
+        """
         targets = sorted({module.target for module in every_module(arch)} - {""})
         lora = {"targets": targets, "rank": width, "expert_rank": width, "alpha": float(width)}
         cfg = cfg.changed(lora=lora, rollout={"temperature": 1.0})
@@ -273,7 +279,10 @@ class Trainer:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, cfg: Config, arch: Architecture, width: int) -> Iterator[Trainer]:
-        """Open one on the ranks that torchrun has launched. Raises InputError if the layout does not fit them."""
+        """Make a Trainer in this block, on the ranks that torchrun has launched.
+
+        Raises InputError if the layout does not fit these ranks.
+        """
         parallel_setup.check_launch()
         refuse_first(problems(cfg, arch, parallel_setup.launched_world_size()))
         with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
@@ -292,9 +301,9 @@ class Trainer:
 def make(
     model: str, arch: Architecture, value: Value, given: Pairs, say: Callable[[str], None]
 ) -> tuple[dict[str, Pairs], dict[str, Any]]:
-    """Return the pairs of each kind for the base ``model``, and the content of EXPECTED.
+    """Return the pairs of each kind for the base ``model``, and the content of the file EXPECTED.
 
-    ``value`` is the reference, and ``given`` the adapter of the kind GIVEN.
+    ``value`` computes the reference log-probs. ``given`` is the user's adapter, which gets the kind GIVEN.
     """
     base = value({})
     kinds = {GIVEN: given} | _drawn(arch, value, base, say)
@@ -310,7 +319,7 @@ def make(
 
 
 def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> dict[str, Pairs]:
-    """Draw the pairs of each of KINDS that the model has, and combine them to those of TOGETHER and OWN_A."""
+    """Draw the pairs of each of KINDS that the model has, and combine them into the kinds of TOGETHER and OWN_A."""
     kinds = {kind: pairs for kind in KINDS if (pairs := _sized(kind, arch, value, base, say))}
     for kind, parts in TOGETHER.items():
         if there := [part for part in parts if part in kinds]:
@@ -324,20 +333,23 @@ def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], 
 
 
 def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch: Architecture) -> None:
-    """Write expected.json, and the adapters of all kinds but the given one."""
+    """Write expected.json, and the adapters of all kinds except the one that the user gave."""
     (folder / EXPECTED).write_text(json.dumps(expected))
     for kind in kinds.keys() - {GIVEN}:
         write_forms(folder / PROBES, kind, expected["model"], arch, kinds[kind])
 
 
 def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> Pairs:
-    """Return the pairs of a kind whose size gives the EFFECT, or none if the model has no such module or size."""
+    """Draw pairs of a kind, of a size that changes the log-probs by about EFFECT.
+
+    The result is empty if the model has no such module, or if no size has this effect.
+    """
     names = _names(kind, arch)
     if not names:
         return {}
     found: Pairs = {}
     size, best = 0.1, FARTHEST
-    for _ in range(6):  # the effect grows about in proportion, except for a router
+    for _ in range(6):  # the effect is roughly proportional to the size, except for a router
         pairs = draw(names, arch, RANK, ALPHA, size)
         effect = (value(pairs) - base).abs().mean().item()
         if abs(effect - EFFECT) < best:
@@ -351,7 +363,7 @@ def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Calla
 
 
 def _names(kind: str, arch: Architecture) -> list[str]:
-    """Return the matrices of a kind, in at most LAYERS of the layers that have it."""
+    """Return the names of a kind's matrices, in at most LAYERS of the layers that have them."""
     pattern = rf"(model\.layers\.\d+)\.{KINDS[kind].replace('LAST', str(arch.num_experts - 1))}\.weight"
     of_layer: dict[str, list[str]] = defaultdict(list)
     for name in tensor_shapes(arch):
@@ -364,7 +376,10 @@ def _names(kind: str, arch: Architecture) -> list[str]:
 
 
 def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pairs: Pairs) -> None:
-    """Write the adapter in every form that its modules have, and attention also under other names and with patterns."""
+    """Write the adapter in every form that its modules allow.
+
+    The kind qkv is also written under OTHER_NAMES, with an alpha_pattern, and with a rank_pattern.
+    """
     forms: list[Form] = ["full"]
     if kind in LEAF:
         forms.append("leaf")
@@ -386,6 +401,6 @@ def write_forms(folder: Path, kind: str, base_model: str, arch: Architecture, pa
 
 
 def _padded(name: str, tensor: Tensor) -> Tensor:
-    """Return a factor of twice the rank. B is doubled, because the scale is alpha / R."""
+    """Pad a factor with zeros to twice its rank. B is also doubled, because the scale alpha / R is halved."""
     zeros = torch.zeros_like(tensor)
     return torch.cat([tensor, zeros]) if "lora_A" in name else 2 * torch.cat([tensor, zeros], 1)

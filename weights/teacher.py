@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation: an adapter of the policy's base model, in the shapes of the policy's factors.
 
-R is the rank of a module of the policy. If the teacher's rank is smaller, zeros fill its factors up to R. Its B is
-multiplied by the ratio of the two scales. So the model needs no second adapter.
+R is the rank of a module of the policy. If the teacher's rank is smaller, zeros fill the teacher's factors up to R. The
+teacher's B is multiplied by the ratio of the two scales. So the model needs no second adapter.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,15 @@ from weights import checkpoint, peft_adapters
 from weights.adapter_weights import Adapted, adapted_modules, pairs_of, read_factors
 from weights.peft_adapters import Pair, Pairs
 
-SAME = ("config.json", "tokenizer.json")  # files that teacher and policy must share in addition to the weights
+SAME = ("config.json", "tokenizer.json")  # files that must be equal for teacher and policy, in addition to the weights
 
 
 def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole factor of loss.teacher with its name in a checkpoint of the policy, one module after another.
+    """Yield each whole factor of loss.teacher with its name in a checkpoint of the policy, module by module.
 
-    Raises InputError if there is no adapter. It is also raised if the adapter does not fit the model, has more targets
-    or a larger rank than the policy, or had a base of another type. refuse_other_files compares the checksums.
+    Raises InputError if there is no adapter, or if it does not fit the model. Also raises InputError if it has more
+    targets or a larger rank than the policy, or if its base had another dtype or quantisation. refuse_other_files
+    compares the checksums.
     """
     folder, own = teacher.folder(cfg.loss.teacher), list(adapted_modules(arch, cfg.lora))
     if not teacher.files(cfg.loss.teacher):
@@ -52,9 +53,10 @@ def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fill_(a: Tensor, b: Tensor, pairs: list[Pair | None], adapted: Adapted, scale: float) -> int:
-    """Fill A (R, in) and B (out, R) of fused matrices, some without a pair, and return the rank that they need.
+    """Fill A (R, in) and B (out, R) of fused matrices with their ``pairs``, and return the rank that the pairs need.
 
-    Matrices that share one A share its columns of B. Otherwise their ranks add up. Nothing is filled beyond R.
+    A matrix without a pair has None. Matrices that share one A also share the columns of B; otherwise their ranks add
+    up. If the rank exceeds R, nothing is filled.
     """
     there = [pair for pair in pairs if pair]
     shared = all(torch.equal(pair.a, there[0].a) for pair in there)
@@ -73,7 +75,7 @@ def _fill_(a: Tensor, b: Tensor, pairs: list[Pair | None], adapted: Adapted, sca
 
 
 def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
-    """Return the pairs of a checkpoint whose base has the type of ``own``."""
+    """Return the pairs of a checkpoint. Raises InputError unless its base has the dtype and quantisation of ``own``."""
     saved = checkpoint.load(folder, verified=True, only="adapter")
     theirs = recorded_config(saved.config, folder / "state.json")
     if (theirs.model.dtype, theirs.model.quantisation) != (own.dtype, own.quantisation):
@@ -91,7 +93,8 @@ def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
 def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
     """Raise InputError if a file of the teacher is damaged, or if its run recorded another model or tokenizer.
 
-    ``inputs`` has the checksums of this run's input files. A tiny model that a start will make has none yet.
+    ``inputs`` has the checksums of this run's input files. They do not include a tiny model that this start still has
+    to make.
     """
     folder, own = teacher.folder(named), inputs["model"]
     saved = {} if teacher.is_peft(folder) else read_object(folder / "checksums.json")
@@ -105,14 +108,17 @@ def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
 
 
 def describe(named: str) -> str:
-    """Return a line that names the teacher, and says if its base model cannot be compared."""
+    """Return a line that names the teacher. If its base model cannot be compared, the line says so."""
     folder = teacher.folder(named)
     unknown = "" if recorded_base(folder) else "; it does not record its base model, so this is not compared"
     return f"teacher: {folder}{unknown}"
 
 
 def recorded_base(folder: Path) -> dict[str, str]:
-    """Return the checksums of the model's files that the teacher's run recorded; {} for a PEFT folder."""
+    """Return the checksums of the model's files that the teacher's run recorded.
+
+    The result is {} for a PEFT folder, and if there is no record.
+    """
     record = of_last_start(folder.parent.parent, "inputs.json")
     has_one = record.is_file() and not teacher.is_peft(folder)
     return read_object(record, ("model",))["model"] if has_one else {}

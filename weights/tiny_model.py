@@ -1,8 +1,8 @@
 """Makes the tiny Hugging Face model of a CPU run: random weights, then a supervised warm start on Megatron.
 
-The warm start teaches addition and subtraction with bare drills. It teaches the form of an answer with a teacher who
-often chooses the wrong operation. So GRPO can improve the model, which must learn to choose. b is the number of rows, T
-of tokens per row.
+The warm start teaches addition and subtraction with drills that have no words. It teaches the form of an answer with
+the answers of a teacher who often chooses the wrong operation. GRPO can then teach the model to choose the right one.
+b is the number of rows, and T the number of tokens per row.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 RECORD = "tiny_model.json"  # how the model was made; this file is written last
 AUX_LOSS = 1e-2  # load balancing in the warm start; without it a few experts get every token
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_STEPS, LAST_LR_SHARE = (0.9, 0.98), 0.01, 1.0, 50, 0.05
-WARM_START_LR = 3e-3  # peak; 6e-3 did not learn
+WARM_START_LR = 3e-3  # peak; with 6e-3 the model did not learn
 WORDS_PER_BATCH = 64  # word problems in every other batch of all ranks
-MOST_MISTAKES = 50  # draws of one operation of the teacher; after them the teacher gives the right answer
+MOST_MISTAKES = 50  # number of draws of one operation of the teacher; after them the teacher gives the right answer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: padding, start of a turn, EOS
 CHAT_TEMPLATE = (
@@ -59,9 +59,9 @@ CHAT_TEMPLATE = (
 
 
 def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
-    """Return everything that decides the weights of the model, except the number of ranks that make it.
+    """Return all settings that decide the weights of the model, except the number of ranks that make it.
 
-    It has positions for rows of ``row_tokens``, and its tokenizer and warm start learn the arithmetic of ``data``.
+    The model has positions for ``row_tokens`` tokens. Its tokenizer and warm start learn the arithmetic of ``data``.
     """
     settings = tiny.model_dump(mode="json")
     return {
@@ -72,7 +72,7 @@ def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
 
 
 def exists(folder: Path, wanted: dict) -> bool:
-    """Return whether ``folder`` already contains the model of the recipe ``wanted``.
+    """Return whether ``folder`` already contains the model that the recipe ``wanted`` describes.
 
     Raises InputError if it contains anything else.
     """
@@ -101,9 +101,9 @@ def make(
     device: torch.device,
     beat: Callable[[str], None] = lambda done: None,
 ) -> None:
-    """Write the model of this recipe to the folder ``path``, if it does not exist. Collective.
+    """Make the model of these settings in the folder ``path``, unless it exists. Every rank calls this together.
 
-    All ranks share the warm start as data-parallel replicas, whatever the section parallel says. ``beat`` is called at
+    In the warm start, all ranks are data-parallel replicas, whatever the section parallel says. ``beat`` is called at
     every step, so that the watcher of stalled ranks sees progress.
     """
     folder, wanted = Path(path), recipe(tiny, data, row_tokens)
@@ -123,9 +123,10 @@ def make(
 
 
 def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
-    """Return "done" if the model exists, "make" if this process may make it, and otherwise "wait".
+    """Return "done" if the model exists, "make" if this process may make it, or "wait" if another process is making it.
 
-    ``locks`` then holds the lock, which is on a file next to the model's folder and ends with the process.
+    This process may make the model if it gets the lock on a file next to the model's folder. ``locks`` then contains
+    the lock, which is released at the latest when the process ends.
     """
     if exists(folder, wanted):
         return "done"
@@ -175,7 +176,7 @@ def _make(
 def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, config: dict) -> None:
     """Write config.json, generation_config.json, a tokenizer and random weights to an empty ``folder``.
 
-    ``config`` is the config.json of the recipe.
+    ``config`` is the content of config.json.
     """
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
@@ -187,9 +188,10 @@ def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, co
 
 
 def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor by name: norms 1, biases 0, routers of std 0.02, other matrices of std 0.5 / sqrt(inputs).
+    """Yield every tensor with its name.
 
-    Matrices that write to the residual stream have a std that is smaller by sqrt(2 x layers).
+    Norms are 1 and biases are 0. The std is 0.02 for routers, and 0.5 / sqrt(inputs) for all other matrices. For
+    matrices that write to the residual stream, it is divided by sqrt(2 x layers).
     """
     for name, shape in tensor_shapes(arch).items():
         if name.endswith("norm.weight"):
@@ -217,7 +219,7 @@ def _warm_start(
     tokenizer: PreTrainedTokenizerBase,
     beat: Callable[[str], None],
 ) -> None:
-    """Train all weights in place with supervised AdamW steps; word problems and drills alternate."""
+    """Train all weights in place with supervised AdamW steps. Batches of word problems and of drills alternate."""
     low, high = arithmetic.LOWEST_OPERAND, data.operand_high
     parameters = list(model.parameters())
     groups = [
@@ -255,7 +257,7 @@ def _warm_start(
 def _word_problem(
     tiny: TinyModelConfig, data: DataConfig, rng: random.Random, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
-    """Return (prompt, answer of the sloppy teacher) of a word problem of the training set."""
+    """Draw a word problem of the training set, and return its prompt and the answer of the sloppy teacher."""
     problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, data.operations_high)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
@@ -266,11 +268,11 @@ def _word_problem(
 
 
 def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_operation: float) -> str:
-    """Return the answer of a teacher who makes mistakes, and continues from the result of each mistake.
+    """Return the answer of a teacher who makes mistakes and continues from the wrong results.
 
-    An operation is right with probability `right`, and the other operation with probability `wrong_operation`.
-    Otherwise its result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the next
-    operation, the operation is drawn again.
+    Each operation is right with probability ``right``. With probability ``wrong_operation``, + becomes - and - becomes
+    +. Otherwise the result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the
+    next operation, the operation is drawn again.
 
     A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
@@ -288,7 +290,7 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
 
 
 def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wrong_operation: float) -> Line:
-    """Return one operation of the teacher's answer."""
+    """Draw one operation of the teacher's answer, with its result."""
     draw = rng.random()
     if right <= draw < right + wrong_operation:
         return arithmetic.line("-" if sign == "+" else "+", x, y)
@@ -301,9 +303,10 @@ def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wr
 
 
 def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> tuple[str, str]:
-    """Return a right sum without words, of a training pair, as (text, completion): ("37 + 25", " = 62").
+    """Draw a correct addition or subtraction of a training pair, as (text, completion), such as ("37 + 25", " = 62").
 
-    If problems have several operations, every other sum begins with any number that their results may be.
+    If problems have several operations, half of the drills begin with a random number up to the largest result that a
+    problem may have.
     """
     if most_operations > 1 and rng.random() < 0.5:
         most = arithmetic.largest(high)
@@ -317,7 +320,7 @@ def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> 
 
 
 def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Return the tokens of (prompt, answer) rows, padded on the right, and 1 on the answers.  -> (b, T), (b, T)"""
+    """Return the tokens of (prompt, answer) rows, padded on the right, and a mask of the answers.  -> (b, T), (b, T)"""
     prompts, answers = (
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         for texts in zip(*examples, strict=True)
@@ -332,7 +335,7 @@ def _padded(examples: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase)
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Train on ``texts`` and write the tokenizer's files to ``folder``. The same texts give the same bytes."""
+    """Train a tokenizer on ``texts`` and write its files to ``folder``. The same texts always give the same bytes."""
     from tokenizers import models, pre_tokenizers, trainers
 
     tokenizer = digit_tokenizer(models.BPE())
@@ -347,7 +350,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def digit_tokenizer(model: BPE) -> Tokenizer:
-    """Return a byte-level BPE in which each digit is a token, so that a model can calculate digit by digit."""
+    """Return a byte-level BPE tokenizer in which each digit is a token. So a model can calculate digit by digit."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -359,7 +362,7 @@ def digit_tokenizer(model: BPE) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, special: dict[str, str], chat_template: str) -> None:
-    """Write tokenizer.json and tokenizer_config.json to ``folder``, which may be new."""
+    """Write tokenizer.json and tokenizer_config.json to ``folder``, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
