@@ -5,7 +5,8 @@
     noisy = perturb(weights, clean, report, seed=..., step=...)         for each push, with a new NoiseReport(sigma)
     check_report(report, norms)                                         after the engine has read all of noisy
 
-The noise is Gaussian and a function of (seed, step, name of the norm). It is added to the clean weight each time.
+The noise depends only on (seed, step, name of the norm), and is added to the clean weight each time. It is Gaussian,
+except where the grid of bf16 is coarser than sigma (bf16_grid_noise).
 Everything that reads a norm's output sees its noise: the router and the shared expert read the same norm as the
 experts. h is the hidden size. All names are Hugging Face's.
 """
@@ -28,7 +29,7 @@ READERS = {  # maps a member of aqn.targets to the kinds of modules that read it
 
 
 def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:
-    """Return the names of the norms that get noise, in the order of the checkpoint.
+    """Return the names of the norms that get noise with these ``targets``, in the order of the checkpoint.
 
     attention   input_layernorm of every layer, which feeds q, k and v.
     experts     post_attention_layernorm of every MoE layer.
@@ -146,7 +147,10 @@ def _noisy(clean: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
 
 
 def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) -> dict[str, Tensor]:
-    """Copy ``norms`` from a stream without noise to the CPU, reading all of it. Raises AqnError if one is missing."""
+    """Return copies of ``norms`` on the CPU, from a stream without noise that is read to its end.
+
+    Raises AqnError if a norm is missing.
+    """
     clean = {name: tensor.detach().cpu().clone() for name, tensor in stream if name in norms}
     for norm in norms:
         if norm not in clean:
@@ -159,7 +163,7 @@ def perturb(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, whole tensor) pairs of ``stream``, with noise of std ``report.sigma`` on the norms in ``clean``.
 
-    The stream may have any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
+    The stream may be in any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
     noise is drawn on the CPU, so it is the same on every rank, layout and device. Only ``report`` is modified: the
     noise is added to its statistics. Raises AqnError if a norm in the stream differs from its clean weight, because
     noise on top of earlier noise would be a random walk.
@@ -189,7 +193,7 @@ class NoiseReport:
         self.sums = torch.zeros(3, dtype=torch.float64)  # of the noise, its squares, and their variances
 
     def add(self, name: str, noise: Tensor, clean: Tensor) -> None:
-        """Add the ``noise`` (h,) on the weight ``clean`` of the norm ``name``."""
+        """Add the ``noise`` (h,) of the norm ``name``, whose clean weight is ``clean``, to the statistics."""
         self.norms.add(name)
         noise, variance = noise.double(), self.sigma**2
         fourth = torch.full_like(noise, 3 * variance**2)  # the fourth moment of a Gaussian
@@ -220,7 +224,7 @@ def check_report(report: NoiseReport, norms: Collection[str], tolerance: float =
 
     The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors if that is more. For n Gaussian
     elements its standard error is sigma / sqrt(2 n), which is 10 % of sigma at n = 50. If the noise consists of rare
-    jumps on the grid of bf16, the standard error is larger. The same limits hold for the mean, whose standard error is
+    jumps on the grid of bf16, the standard error is larger. The mean has the same limits, with its standard error
     sigma / sqrt(n). Sigma 0 needs no check.
     """
     sigma, n = report.sigma, report.num_elements

@@ -1,4 +1,4 @@
-"""Chooses the questions of a step and writes their prompts, from files or from generated arithmetic in GSM8K's form.
+"""Chooses the questions of a step, from files or from generated arithmetic in GSM8K's form, and writes their prompts.
 
 tasks/question_files.py reads the files, and tasks/arithmetic.py generates questions. Which questions a step asks
 depends only on (seed, step).
@@ -96,7 +96,7 @@ def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
 
 
 def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question], str]:
-    """Return the questions in files of the kind data.source, and a description of their form.
+    """Return the questions in the files ``paths``, whose kind is data.source, and a description of their form.
 
     If ``count`` is not 0, only this many questions are taken.
     """
@@ -104,10 +104,10 @@ def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
-    """Return a section data for each set of held-out questions, in which they are the split "test".
+    """Return for each set of held-out questions, by its name, a section data whose split "test" is this set.
 
-    The main set is ``data`` under the name "". The sets of eval.sets have their own names; if ``data`` generates its
-    questions, their source is gsm8k.
+    The main set has the name "" and the section ``data``. Each of ``sets`` (eval.sets) has a copy with its own files.
+    If ``data`` generates its questions, the source of these copies is gsm8k.
     """
     source = "gsm8k" if data.source == "arithmetic" else data.source
     return {"": data} | {
@@ -221,7 +221,7 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_tokens: set[int]) -> int:
-    """Return the id of the tokenizer's padding token. If it has none, return the smallest id of a stop token."""
+    """Return the id of the padding token. If the tokenizer has none, return the smallest id of a stop token."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
 
 
@@ -294,7 +294,7 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
 
     The template's text for an earlier assistant turn shows how such a turn begins. Alternatively, it is enough that the
     text which add_generation_prompt appends names the assistant. For a template that can show only one question, it is
-    enough that the text after the question does. The last text of ``turns`` must be unique.
+    enough that the text after the question names it. The last text of ``turns`` must be unique.
     """
     if not tokenizer.chat_template:
         return
@@ -352,7 +352,7 @@ def open_environment(
     pool: Pool,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Environment | None:
-    """Return the environment of rollout.environment, or None. The processes of ``pool`` run its function."""
+    """Return the environment of rollout.environment, or None without one. The function runs in ``pool``."""
     if not rollout.environment:
         return None
     template = turn_tokens(tokenizer, data, rollout.environment_role, stop_tokens)
@@ -391,7 +391,7 @@ def _refuse_clock(form: str) -> str:
 
 
 def _is_switch(name: str, template: str) -> bool:
-    """Return whether ``template`` only tests if its variable ``name`` is true (or defined), or sets it.
+    """Return whether ``template`` only sets its variable ``name``, or tests whether it is true or defined.
 
     Such a template would take any text for true. If it tests whether the variable is false, 0 and null do not count as
     false.

@@ -91,9 +91,10 @@ def _results(
     beat: Callable[[str], None],
     environment: Environment | None,
 ) -> tuple[torch.Tensor, list[Row]]:
-    """Return correct, parsable and length of every question's greedy answer and k sampled answers, on every rank.
+    """Return measurements of the greedy and the k sampled answers of all questions, on every rank.
 
-    Their shape is (questions, 1 + k, 3). The second result has a row for each answer that this rank sampled.
+    They are (questions, 1 + k, [correct, parsable, length]). The second result has a row for each answer that this rank
+    sampled.
     """
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
@@ -158,7 +159,7 @@ def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
 
 
 def headline(summary: dict, name: str = "") -> str:
-    """Return a text with the accuracies on the set ``name``, by default the main set.
+    """Return a text with the accuracies on the set ``name``, by default the main set. For example:
 
     `sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024`
     """
@@ -171,7 +172,7 @@ def headline(summary: dict, name: str = "") -> str:
 
 
 def result_line(before: dict, after: dict, source: str) -> str:
-    """Return the line that gives a run's accuracy before and after training.
+    """Return the line that gives a run's accuracy before and after training. For example:
 
     `arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)`
     """

@@ -1,12 +1,12 @@
 """Writes a run's adapters for other programs, as a merged Hugging Face model or as a PEFT adapter.
 
-    python export.py RUN --merged DIR | --adapter DIR [--step N]       the checkpoint after N steps, or the newest
-    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           write probes that show if an adapter is applied
+    python export.py RUN --merged DIR | --adapter DIR [--step N]   export the checkpoint after N steps, or the newest
+    python export.py RUN|ADAPTER --probes DIR [--base MODEL]       write probes that show if an adapter is applied
 
 The command runs in one process on the CPU and handles one tensor at a time, without Megatron, transformers or peft.
 Only --probes loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked
 (names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft
-compute the trainer's log-probabilities from these files. E is the number of experts, and R the rank of a pair.
+compute the trainer's log-probabilities from these files. E is the number of experts, and R the LoRA rank.
 """
 
 import argparse
@@ -61,7 +61,7 @@ RUN_CONFIG = "run_config.yaml"  # the run's config.yaml in the folder of a merge
 def read_policy(
     run_dir: Path, step: int | None, accept_changed_inputs: bool
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
-    """Return a run's configuration, checkpoint, changed inputs, architecture, adapted modules, and factors.
+    """Return a run's configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
 
     Raises InputError if model or data have changed and ``accept_changed_inputs`` is false, or if the factors do not fit
     the model.
@@ -78,7 +78,7 @@ def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkp
     """Return the run's configuration, and its checkpoint after ``step`` steps.
 
     If ``step`` is None, the checkpoint is the newest one with correct checksums. Raises InputError if the folder is not
-    a run or has no such checkpoint, or if the keys of lora, model.dtype or model.quantisation in config.yaml have
+    a run or has no such checkpoint. It is also an error if lora, model.dtype or model.quantisation in config.yaml has
     changed since the checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
@@ -183,7 +183,7 @@ def write_merged(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of COPIED that the model in ``source`` has."""
+    """Copy to ``folder`` those files of COPIED that the model in ``source`` has."""
     for name in COPIED:
         if (source / name).is_file():
             (folder / name).write_bytes(read_bytes(source / name))
@@ -256,10 +256,10 @@ def _note(text: str) -> None:
 
 
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
-    """Write the run's adapter in the ``form`` to ``out_dir``, or with None its merged model. Returns a line to print.
+    """Write the run's adapter in ``form``, or its merged model if ``form`` is None, and return a line to print.
 
-    Raises InputError if ``out_dir`` is not empty, if the run has no good checkpoint, or if the base model does not fit
-    or has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
+    Raises InputError if ``out_dir`` is not empty, or if the run has no good checkpoint. It is also an error if the base
+    model does not fit or has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)

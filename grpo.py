@@ -8,7 +8,7 @@ Values outside the mask, even NaN, change neither a result nor a gradient, and a
 contributes exactly 0.
 
 The loss of a micro-batch is its share of the update's loss. It is divided by the counts of the whole update over all
-data ranks, so the shares add up to the same loss for every split of the rows.
+data ranks. So the shares add up to the same loss, however the rows are split.
 """
 
 from collections.abc import Callable
@@ -67,9 +67,9 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
 def distilled(advantages: Tensor, old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
     """Return the advantages A - coef x (old_logp - teacher_logp) of sampled tokens.  (B,) -> (B, T)
 
-    This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The difference
-    in brackets is the estimate k1 of KL(policy || teacher), limited to +-20 nats. The gradient of this KL is the mean
-    of k1 times the gradient of the log-prob.
+    This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The difference in
+    brackets is the estimate k1 of KL(policy || teacher), limited to +-20 nats. The gradient of this KL is the mean of
+    k1 times the gradient of the log-prob.
     """
     return advantages[:, None] - coef * kl(old_logp, teacher_logp, "k1", mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -146,11 +146,11 @@ def policy_loss(
     r = exp(logp - old_logp), A = advantage, clip(r) = r limited to [1 - clip_low, 1 + clip_high].
     ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20. If A < 0, the loss is at most
     -A dual_clip (arXiv 1912.09729); if dual_clip is 0 or None, this limit is off.
-    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios, its gradient is spread
+    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios. Its gradient is spread
     over the row's tokens, and there is no dual clip.
     cispo (arXiv 2506.13585): -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
-    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has moved from its old value in the
-    direction of A by more than clip_high (A > 0) or clip_low (A < 0).
+    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has risen by more than
+    clip_high and A > 0, or has fallen by more than clip_low and A < 0.
     If ``kind`` is a function, it computes the token losses itself.
 
     For aggregate, num_tokens, num_sequences and max_new_tokens see aggregate_loss. GSPO's paper uses

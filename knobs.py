@@ -125,7 +125,7 @@ class TinyModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Ranks = tensor x data = expert x expert_data, where data and expert_data follow from the other sizes."""
+    """The rank grid: ranks = tensor x data = expert x expert_data. The run computes data and expert_data."""
 
     tensor: int = knob(1, "number of ranks that split each attention matrix and the vocabulary", ge=1, le=2**16)
     expert: int = knob(1, "number of ranks that split the experts of each layer", ge=1, le=2**16)
@@ -250,7 +250,7 @@ class LoraConfig(Section):
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0: like rank", ge=0, le=2**12)
 
     def rank_of(self, is_expert: bool) -> int:
-        """Return the LoRA rank of the routed experts' modules if ``is_expert`` is true, otherwise of all others."""
+        """Return the LoRA rank, for the routed experts if ``is_expert`` is true, otherwise for all other modules."""
         return self.expert_rank or self.rank if is_expert else self.rank
 
 
@@ -363,7 +363,7 @@ class AqnConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Routing replay: train each token on the experts that sampled it (r3), or that the old policy's pass used (r2)."""
+    """Routing replay: a token is trained on the experts that sampled it (r3) or those of the old policy's pass (r2)."""
 
     mode: Literal["off", "r2", "r3"] = knob(
         "off", "r3: the engine's routes (arXiv 2510.11370); r2: the trainer's routes"
@@ -371,7 +371,7 @@ class ReplayConfig(Section):
 
 
 class ChecksConfig(Section):
-    """The checks of run/tripwires.py that do not stop a run. A check in both lists is off."""
+    """The checks of run/tripwires.py that only warn or are off, and a bound. A check in both lists is off."""
 
     warn: tuple[str, ...] = knob(
         ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),

@@ -1,8 +1,8 @@
 """Turns a rollout into optimizer steps on the LoRA adapters (step 4).
 
 The loss of an update is one number over all its tokens on all ranks. Each micro-batch adds its share of this number, so
-neither the number of ranks nor the size of a micro-batch changes the loss. S = P x G is the number of sequences of a
-rollout, b the number of rows of a micro-batch, and T the number of tokens of a row.
+neither the number of ranks nor the size of a micro-batch changes the loss. A rollout has S = P x G sequences, and a
+micro-batch has b rows of T tokens.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Share(NamedTuple):
 
 
 class LossShare(NamedTuple):
-    """The part that one micro-batch adds to its update."""
+    """The part that one micro-batch adds to the loss and the metrics of its update."""
 
     loss: Tensor
     metrics: dict[str, Share]
@@ -93,15 +93,15 @@ class Learner:
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
-        """Set the adapters to those of rollout.staleness training steps ago in this block.
+        """Switch to the adapters of rollout.staleness training steps ago in this block.
 
         Before a step, these adapters will sample its rollout. During the step, until _keep_factors is called, they are
-        the ones that sampled it.
+        the adapters that sampled it.
         """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
     def _keep_factors(self) -> None:
-        """Keep a copy of the factors, which will sample the rollout rollout.staleness training steps later."""
+        """Keep a copy of the factors, with which a rollout is sampled rollout.staleness training steps later."""
         if len(self.stale_factors) < self.cfg.rollout.staleness:
             self.stale_factors.append(self.policy.copied_factors())
         elif self.stale_factors:  # the memory of the oldest copy gets the newest one
@@ -139,7 +139,7 @@ class Learner:
         trained_tokens = sum(batch.sampled_lengths[sequence] for sequence in self.trained)
 
         self._add_logprobs(updates, timer)
-        self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
+        self._keep_factors()  # after the last use of the factors that sampled, before the first optimizer step
 
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
@@ -170,7 +170,7 @@ class Learner:
     def _prepare(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
-        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in its denominators."""
+        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in the loss's denominators."""
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
@@ -186,7 +186,7 @@ class Learner:
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> list[MicroBatch]:
-        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get equally many."""
+        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get the same number of them."""
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
@@ -238,8 +238,8 @@ class Learner:
 
         stale_logp comes from the policy that sampled, for the metrics of the gap to the sampler. old_logp comes from
         before the first optimizer step, and the ratios of later updates are relative to it. The first update needs no
-        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 it still has the pass,
-        which also records the routes.
+        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 every update has this
+        pass, because it also records the routes.
         """
         cfg, current = self.cfg, contextlib.nullcontext
         every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
@@ -277,7 +277,7 @@ class Learner:
         return stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
-        """Return the mean difference between ref_logp and a policy whose B is 0, in nats per token.
+        """Return the mean gap between ref_logp and the log-probs of a policy whose B is 0, in nats per token.
 
         With B = 0 the adapters change nothing, so the two must agree. In a new run B is 0 already; in a resumed run it
         is replaced by 0 for this comparison. Every rank calls this together.
@@ -442,7 +442,7 @@ class Learner:
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """Return the parts of the state to save.
 
-        A part has a kind of file, an ending that is added to names in the file, and this rank's tensors by name.
+        Each is a tuple of the kind of file, the ending that names get in the file, and this rank's tensors by name.
         """
         parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.policy.factors)]
         parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
@@ -455,7 +455,7 @@ class Learner:
         """Return a text that names adapters, moments or counts that differ from ``saved``, or "" if none does.
 
         Every rank calls this together, but only rank 0 needs ``saved``. Rank 0 cuts each whole tensor into the pieces
-        of all ranks and compares their checksums. Cutting is the inverse of Policy.gathered, so this checks it too.
+        of all ranks and compares their checksums. This also checks Policy.gathered, because cutting is its inverse.
         """
         parallel = self.parallel
         tensors = {}

@@ -113,9 +113,9 @@ class Adapter(torch.nn.Module):
         self.working: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def working_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and (alpha / R) B in ``dtype`` for the passes, whose gradients are added to those of A and B.
+        """Return copies of A and (alpha / R) B in ``dtype``, for the passes.
 
-        They are computed again only if A or B has changed.
+        Their gradients are added to those of A and B. They are computed again only if A or B has changed.
         """
         versions = self.A._version, self.B._version
         if self.working is None or self.working[0] != versions:
@@ -178,8 +178,8 @@ class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
 
     Computing the update takes two thin grouped products, and forms no (E, in, out) tensor in either pass. If there is a
-    ``buffer`` (E, in, out), the merged weight is in the memory from which the engine samples, and is computed once per
-    optimizer step.
+    ``buffer`` (E, in, out), it is the memory from which the engine samples. The merged weight is computed in it once
+    per optimizer step.
     """
 
     def __init__(self, base: GroupedLinear, rank: int, alpha: float, merges: bool) -> None:
@@ -203,8 +203,8 @@ class LoRAGroupedLinear(Adapter):
         """Return W + (alpha / R) B A of all local experts, in a new tensor or in `buffer`.
 
         `buffer` is computed again only if A or B has changed. torch counts the changes of a tensor in _version. Learner
-        increments it after each optimizer step, because the optimizer's kernels may not. If a change were not counted,
-        the check of every push (Policy.update_kept) would find it.
+        increments it after each optimizer step, because the optimizer's kernels may not do so. If a change were not
+        counted, the check of every push (Policy.update_kept) would find it.
         """
         changes = self.A._version, self.B._version
         if self.buffer is not None and self.buffer_changes == changes:

@@ -3,8 +3,8 @@
 The rank grid is tensor (TP) x data (DP) for everything but the experts, and expert (EP) x expert_data for the experts:
 TP x DP = EP x expert_data = number of ranks. Every rank calls every collective in this file, in the same order.
 
-The group of all ranks uses gloo on every device. Its messages (metrics, barriers, objects) are small and on the host,
-and an HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups, which
+The group of all ranks uses gloo on every device. Its messages (metrics, barriers, objects) are small and on the host.
+An HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups, which
 transfer activations and gradients, use the backend of the device. Reductions are in fp32 or narrower types, because
 HCCL has no fp64.
 
@@ -334,9 +334,9 @@ class Parallel:
     def sync_gradients_(self, parameters: list[Factor]) -> None:
         """Sum every gradient, in place, over the ranks that each have a share of it.
 
-        A factor of a routed expert is summed over expert_data, because the expert has already processed the tokens of
-        all its expert-parallel ranks. Any other factor is summed over data. An ``is_partial`` factor is also summed
-        over the tensor ranks, because each of them has the whole factor but saw only a part of the tokens.
+        The gradients of routed experts are summed over expert_data, because each expert has already processed the
+        tokens of all its expert-parallel ranks. All others are summed over data. Those of ``is_partial`` factors are
+        also summed over the tensor ranks, which have the whole factor but saw only a part of the tokens each.
         """
         for parameter in parameters:
             if parameter.grad is None:

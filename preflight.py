@@ -44,7 +44,7 @@ from plan.search import Setting, Verdict, alternatives, fastest, judge, override
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
-    """Return the report as one object, in bytes and seconds. If a rule is broken, groups and bytes are left out."""
+    """Return the report as one object, in bytes and seconds. If a rule is broken, groups and bytes are empty."""
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",

@@ -10,7 +10,8 @@
     python report.py compare A B [C ...]            compare records, variants or run folders with the first one
     python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
-This needs only requirements/report.txt. For unusable input it prints one line and exits with code 2.
+The commands need only the packages of requirements/report.txt. For unusable input they print one line and exit with
+code 2.
 """
 
 import argparse
@@ -175,8 +176,8 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
     """Compare a repeat byte for byte, and other runs with intervals.
 
-    Returns 1 if a repeat differs for no allowed reason, otherwise 0. By default, the sampled answers are compared, or
-    the greedy ones if no run has sampled answers.
+    Returns 1 if a repeat differs without an allowed reason, otherwise 0. By default, the sampled answers are compared,
+    or the greedy ones if no run has sampled answers.
     """
     import pandas
 

@@ -80,10 +80,10 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 
 
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
-    """Return a data set's worked answer as a response in the form that ``method`` reads, so that it must score 1.
+    """Return a data set's worked answer as a response in the form that ``method`` reads.
 
     verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM. ``boxed`` is true
-    if the prompt asks for a box.
+    if the prompt asks for a box. The response must score 1.
     """
     gold = gold_answer(answer_field)
     worked, _, final = answer_field.rpartition("#### ")

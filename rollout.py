@@ -39,7 +39,7 @@ Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 
 class Sampled(NamedTuple):
-    """The result of sampling in one step. Without dynamic sampling there is a single round, and it is the batch."""
+    """The result of sampling in one step. Without dynamic sampling, the batch is the only round."""
 
     batch: Rollout  # the sequences to train on
     completions: list[list[Completion]]  # the part of the batch that this rank sampled, as the engine returned it
@@ -245,8 +245,8 @@ def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
 def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     """Sort the gathered results of all ranks into the order of the prompts.  (ranks, own, ...) -> (count, ...)
 
-    Each row of ``by_rank`` has one rank's results for its own_prompts. The ``tensor`` ranks of a replica have the same
-    results.
+    Each row of ``by_rank`` has one rank's results for the prompts of own_prompts. The ``tensor`` ranks of a replica
+    have the same results.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 

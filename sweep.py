@@ -209,7 +209,7 @@ Submit = Callable[[Job, Path, int], Future]  # takes run_job's arguments and ret
 def local(resources: dict[str, int]) -> Iterator[Submit]:
     """Run jobs in threads in this block: side by side if they reserve only CPUs, otherwise one after another.
 
-    At the end of the block, the training runs that it started are ended, and no other process.
+    The end of the block ends the training runs that were started in it, and no other process.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(jobs_at_once(resources, usable_cores()))
@@ -308,7 +308,8 @@ def interrupt(number: int, frame: object) -> NoReturn:
 def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code.
 
-    It is 0 if all jobs are finished, 1 if some failed, 2 for unusable input, and 128 + its number after a signal.
+    It is 0 if all jobs are finished, 1 if some failed, and 2 for unusable input. After a signal, it is 128 + the
+    signal's number.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")

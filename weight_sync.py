@@ -231,7 +231,7 @@ class Push:
         self._push_policy()
 
     def differing_layer(self, probe: list[int], bound: float) -> str:
-        """Push once more, and name the first layer in which sampler and trainer differ by more than ``bound``."""
+        """Push again, and name the first layer in which sampler and trainer differ by more than ``bound``."""
         self.clean()
         return self.probe.first_differing_layer(probe, bound)
 

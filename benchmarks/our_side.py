@@ -128,7 +128,7 @@ def adapt(learner: Learner, folder: Path) -> None:
 
 
 def train(real: Callable, answers: TextIO, adapter_dir: Path, run: Run, learner: Learner, *parts: Any) -> None:
-    """Train with ``real``, the original train_grpo.train, but wait before each step. The results stay the same."""
+    """Train with ``real``, the original train_grpo.train, but wait before each step. Its results stay the same."""
     adapt(learner, adapter_dir)
     side = Side(run, learner, answers)
     run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]

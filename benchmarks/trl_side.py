@@ -40,7 +40,7 @@ def answer(record: dict) -> None:
 
 
 def watch(owner, name: str, see) -> None:
-    """Wrap ``owner.name`` so that ``see`` is called with its result in the first step."""
+    """Wrap the method ``name`` of ``owner`` so that ``see`` gets the method's result in the first step."""
     function = getattr(owner, name)
 
     def run(*args, **kwargs):

@@ -9,7 +9,7 @@ LAST_LINE = re.compile(r"#### (-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*$")
 
 
 def score(completion: str, gold: str, row: dict) -> dict[str, float]:
-    """Return 0.1 for an answer whose last line has the form '#### N', and 0.9 more if N is right.
+    """Return a score of 0.1 for an answer whose last line has the form '#### N', and 0.9 more if N is right.
 
     ``row`` has all columns of the question's row in its file, for example its difficulty. This example does not use it.
     In the result, "found" says whether there is an answer, and "correct" whether it is right. Accuracy counts correct
