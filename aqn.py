@@ -2,12 +2,13 @@
 
     norms = norm_targets(arch, ["attention", "experts"])                choose the norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise
-    noisy = perturb(weights, clean, report, seed=..., step=...)         a stream for each push, with NoiseReport(sigma)
-    check_report(report, norms)                                         after the stream has been read
+    noisy = perturb(weights, clean, report, seed=..., step=...)         for each push, with a new NoiseReport(sigma)
+    check_report(report, norms)                                         after the engine has read all of noisy
 
-The noise is Gaussian and a function of (seed, step, name of the norm). It is added to the clean weight each time.
+The noise depends only on (seed, step, name of the norm), and is added to the clean weight each time. It is Gaussian,
+except where the grid of bf16 is coarser than sigma (bf16_grid_noise).
 Everything that reads a norm's output sees its noise: the router and the shared expert read the same norm as the
-experts. h is the hidden size. Names are those of Hugging Face.
+experts. h is the hidden size. All names are Hugging Face's.
 """
 
 import math
@@ -28,7 +29,7 @@ READERS = {  # maps a member of aqn.targets to the kinds of modules that read it
 
 
 def norm_targets(arch: Architecture, targets: Collection[str]) -> list[str]:
-    """Return the names of the norms that get noise, in the order of the checkpoint.
+    """Return the names of the norms that get noise with these ``targets``, in the order of the checkpoint.
 
     attention   input_layernorm of every layer, which feeds q, k and v.
     experts     post_attention_layernorm of every MoE layer.
@@ -97,18 +98,19 @@ def sigma_at(
 
 
 def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    """Add noise of mean 0 and variance sigma^2 to the bf16 ``weight``, drawn on the grid of bf16.  -> same shape, bf16
+    """Return the bf16 ``weight`` plus noise of mean 0 and variance sigma^2 that keeps the sum on the grid of bf16.
 
     If the grid of bf16 is coarser than sigma, rounded Gaussian noise would mostly vanish or be biased. Let s_u and s_d
-    be the steps to the next bf16 number up and down, which differ at a power of 2.
+    be the steps to the next bf16 number up and down, which differ at a power of 2. The result has the shape of
+    ``weight`` and is bf16.
     sigma^2 <= s_u s_d   The noise is +s_u with probability sigma^2 / (s_u (s_u + s_d)), -s_d with probability
-                         sigma^2 / (s_d (s_u + s_d)), and otherwise 0. Mean and variance are exact; the shape is not
-                         Gaussian.
+                         sigma^2 / (s_d (s_u + s_d)), and otherwise 0. Mean and variance are exact, but the
+                         distribution is not Gaussian.
     sigma^2 > s_u s_d    The noise is a Gaussian, rounded up or down at random so that the mean is exact. (Rounding to
                          nearest has a bias of up to 0.03 sigma at powers of 2.) The random rounding adds s^2 / 6 to the
                          variance (the mean over s = s_u and s = s_d), so the variance of the Gaussian is smaller by
-                         this amount. The std is exact, except within one step of a power of 2, where it is exact to
-                         3 %.
+                         this amount. The std is exact, except within one step of a power of 2, where its error is
+                         at most 3 %.
     """
     clean = weight.double()
     up, down = _grid_steps(weight)
@@ -125,7 +127,8 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
 def _round_at_random(value: Tensor, draws: Tensor) -> Tensor:
     """Round fp32 to bf16, up or down, so that the mean over all ``draws`` (int32, from 0 to 2^16 - 1) is ``value``.
 
-    bf16 is the upper half of fp32. Adding a random lower half carries over with the right probability.
+    bf16 is the upper half of fp32. A random number is added to the lower half, and its carry rounds the upper half up
+    with the right probability.
     """
     return ((value.view(torch.int32) + draws) & -(2**16)).view(torch.float32).to(torch.bfloat16)
 
@@ -137,14 +140,17 @@ def _grid_steps(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _noisy(clean: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    """Add noise to ``clean`` and keep its type. The noise is Gaussian in fp32, and on the grid in bf16."""
+    """Return ``clean`` plus noise, in the type of ``clean``. For bf16 see bf16_grid_noise; fp32 gets Gaussian noise."""
     if clean.dtype is torch.bfloat16:
         return bf16_grid_noise(clean, sigma, generator)
     return clean + sigma * torch.randn(clean.shape, generator=generator)
 
 
 def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) -> dict[str, Tensor]:
-    """Copy ``norms`` from a stream without noise to the CPU, reading all of it. Raises AqnError if one is missing."""
+    """Return copies of ``norms`` on the CPU, from a stream without noise that is read to its end.
+
+    Raises AqnError if a norm is missing.
+    """
     clean = {name: tensor.detach().cpu().clone() for name, tensor in stream if name in norms}
     for norm in norms:
         if norm not in clean:
@@ -155,11 +161,12 @@ def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) ->
 def perturb(
     stream: Iterable[tuple[str, Tensor]], clean: Mapping[str, Tensor], report: "NoiseReport", *, seed: int, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a stream of (name, whole tensor) with noise on its norms. ``report`` has sigma, and gets the noise.
+    """Yield the (name, whole tensor) pairs of ``stream``, with noise of std ``report.sigma`` on the norms in ``clean``.
 
-    The stream may have any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
-    noise is drawn on the CPU, so it is the same on every rank, layout and device. Only ``report`` is modified. Raises
-    AqnError if a norm in the stream is not the clean one, because noise on noise would be a random walk.
+    The stream may be in any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
+    noise is drawn on the CPU, so it is the same on every rank, layout and device. Only ``report`` is modified: the
+    noise is added to its statistics. Raises AqnError if a norm in the stream differs from its clean weight, because
+    noise on top of earlier noise would be a random walk.
     """
     for name, tensor in stream:
         if report.sigma and name in clean:
@@ -177,16 +184,16 @@ def perturb(
 
 
 class NoiseReport:
-    """The noise of one push, pooled over the norms: pushed weight minus clean weight."""
+    """The statistics of one push's noise over all norms. The noise is the pushed weight minus the clean weight."""
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
         self.norms: set[str] = set()  # the norms whose noise was pushed
         self.num_elements = self.num_changed = 0
-        self.sums = torch.zeros(3, dtype=torch.float64)  # of elements, their squares, and the squares' variances
+        self.sums = torch.zeros(3, dtype=torch.float64)  # of the noise, its squares, and their variances
 
     def add(self, name: str, noise: Tensor, clean: Tensor) -> None:
-        """Add the ``noise`` (h,) on the weight ``clean`` of the norm ``name``."""
+        """Add the ``noise`` (h,) of the norm ``name``, whose clean weight is ``clean``, to the statistics."""
         self.norms.add(name)
         noise, variance = noise.double(), self.sigma**2
         fourth = torch.full_like(noise, 3 * variance**2)  # the fourth moment of a Gaussian
@@ -213,11 +220,12 @@ class NoiseReport:
 
 
 def check_report(report: NoiseReport, norms: Collection[str], tolerance: float = 0.1) -> None:
-    """Raise AqnError unless all ``norms`` got noise in the push, with the requested mean and std.
+    """Raise AqnError unless all ``norms`` got noise in the push, with mean 0 and std sigma.
 
     The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors if that is more. For n Gaussian
-    elements a standard error is sigma / sqrt(2 n), which is 10 % at n = 50. Rare jumps on the grid of bf16 have a
-    larger one. The same holds for the mean, whose standard error is sigma / sqrt(n). Sigma 0 needs no check.
+    elements its standard error is sigma / sqrt(2 n), which is 10 % of sigma at n = 50. If the noise consists of rare
+    jumps on the grid of bf16, the standard error is larger. The mean has the same limits, with its standard error
+    sigma / sqrt(n). Sigma 0 needs no check.
     """
     sigma, n = report.sigma, report.num_elements
     if sigma == 0:

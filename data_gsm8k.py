@@ -1,4 +1,4 @@
-"""Chooses the questions of a step and writes their prompts, from files or from generated arithmetic in GSM8K's form.
+"""Chooses the questions of a step, from files or from generated arithmetic in GSM8K's form, and writes their prompts.
 
 tasks/question_files.py reads the files, and tasks/arithmetic.py generates questions. Which questions a step asks
 depends only on (seed, step).
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROMPT = "Question: {question}\nAnswer:"  # for a tokenizer without a chat template
 
-# The names of the model's turn in templates whose form of an earlier turn does not show it
+# The names of the model's turn, for templates in which an earlier turn does not show how such a turn begins
 ASSISTANT = re.compile(r"assistant|answer|response|model|\b(ai|gpt)\b|bot(\b|_)|/inst\b", re.IGNORECASE)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
@@ -39,11 +39,11 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_conf
 # ------------------------------------------------------------------------------------------------------------ questions
 @dataclass(frozen=True, eq=False)
 class Questions(Sequence[Question]):
-    """The questions of one split, in the order of the file. `pick` chooses those of a step."""
+    """The questions of one split, in the order of the file. `pick` chooses the questions of a step."""
 
     questions: list[Question]
     seed: int
-    description: str = ""  # one line: the file, its form, the longest prompt
+    description: str = ""  # one line with the file, its form and the longest prompt
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -52,14 +52,14 @@ class Questions(Sequence[Question]):
         return self.questions[index]
 
     def as_read(self) -> str:
-        """Return the prompts and gold answers as a text, with which ranks compare what they have read."""
+        """Return the prompts and gold answers as a text, so that ranks can check that they read the same questions."""
         return repr([(one.prompt, one.gold) for one in self.questions])
 
     def pick(self, step: int, count: int) -> list[Question]:
         """Return the `count` questions of `step` (from 0), which depend only on (seed, step, count).
 
-        The permutations of all epochs form one sequence, and step s takes the positions s * count to (s + 1) * count.
-        So every epoch asks every question once, even if the number of questions is not a multiple of `count`.
+        The permutations of all epochs form one sequence. Step s takes `count` positions of it, from s * count on. So
+        every epoch asks every question once, even if the number of questions is not a multiple of `count`.
         """
         epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
         seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
@@ -68,9 +68,9 @@ class Questions(Sequence[Question]):
         return [self.questions[index] for index in order[first : first + count]]
 
     def pick_more(self, step: int, round_: int, count: int, asked: Sequence[Question]) -> list[Question]:
-        """Return `count` questions for another round of `step`, none of which is in `asked`; fewer if no more are left.
+        """Return `count` questions for another round of `step` that are not in `asked`, or fewer if too few are left.
 
-        They depend only on (seed, step, round) and `asked`. They do not count in the epochs of `pick`.
+        They depend only on (seed, step, round) and `asked`. `pick` chooses its questions independently of them.
         """
         seed, known = derive_seed(self.seed, "dynamic", step, round_), {question.question for question in asked}
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self))
@@ -79,7 +79,10 @@ class Questions(Sequence[Question]):
 
 
 def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
-    """Return the rows of `split` ("train" | "test"), their source and form. Raises InputError for an unusable row."""
+    """Return the questions of `split` ("train" or "test"), their source, and a description of their form.
+
+    Raises InputError for an unusable row.
+    """
     if data.source == "arithmetic":
         num = {"train": data.num_train or GENERATED, "test": data.num_test}[split]
         most = data.operations_high
@@ -93,14 +96,18 @@ def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
 
 
 def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question], str]:
-    """Return the rows of files as data.source says, or ``count`` of them, and their form."""
+    """Return the questions in the files ``paths``, whose kind is data.source, and a description of their form.
+
+    If ``count`` is not 0, only this many questions are taken.
+    """
     return question_files.read(paths, data.columns if data.source == "file" else None, count)
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
-    """Return the sections data whose splits "test" are held out: ``data`` under "", and one for each of eval.sets.
+    """Return for each set of held-out questions, by its name, a section data whose split "test" is this set.
 
-    If questions are generated, the sets are GSM8K's.
+    The main set has the name "" and the section ``data``. Each of ``sets`` (eval.sets) has a copy with its own files.
+    If ``data`` generates its questions, the source of these copies is gsm8k.
     """
     source = "gsm8k" if data.source == "arithmetic" else data.source
     return {"": data} | {
@@ -109,9 +116,9 @@ def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig
 
 
 def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
-    """Return the examples in data.few_shot_path, or [] without a path.
+    """Return the worked examples in data.few_shot_path, or [] without a path.
 
-    Raises InputError if a question of ``asked`` is among them, because it would be asked after its own answer.
+    Raises InputError if they contain a question of ``asked``, because it would be asked after its own answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
     if repeated := question_files.asked_in(asked, examples):
@@ -129,9 +136,9 @@ def load(
     seed: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Questions:
-    """Return the questions of `split` with their prompts. `seed` decides the order. Raises InputError as read does.
+    """Return the questions of `split` with their prompts. `seed` decides the order in which steps ask them.
 
-    `beat` is called after each prompt.
+    `beat` is called after each prompt. Raises InputError for an unusable row, example, prompt or chat template.
     """
     rows, source, form = read(data, split)
     examples = few_shot(data, rows)
@@ -156,9 +163,10 @@ def load(
 
 
 def _short_enough(questions: list[Question], data: DataConfig, source: str) -> list[Question]:
-    """Return the questions whose prompts fit. Raises InputError if none does, or if one does not and is not dropped.
+    """Return the questions whose prompts have at most data.max_prompt_tokens tokens.
 
-    ``source`` says where they come from, for the message.
+    Raises InputError if no prompt is short enough, or if data.overlong_prompts refuses longer ones. ``source`` is the
+    source of the questions, for the message.
     """
     limit, lengths = data.max_prompt_tokens, [len(question.prompt) for question in questions]
     kept = [question for question in questions if len(question.prompt) <= limit]
@@ -177,7 +185,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(model_dir)
     files = {path.name for path in folder.glob("*")}
     for name in files & set(TOKENIZER_FILES):
-        read_bytes(folder / name)  # names a file that cannot be read, which the library does not
+        read_bytes(folder / name)  # the error names an unreadable file; the library's error does not
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files:
         raise InputError(f"{folder}: no tokenizer found; add tokenizer.json, or vocab.json and merges.txt")
     settings = read_object(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
@@ -213,7 +221,7 @@ def stop_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_tokens: set[int]) -> int:
-    """Return the token that fills up rows: the tokenizer's, or one of the stop tokens."""
+    """Return the id of the padding token. If the tokenizer has none, return the smallest id of a stop token."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_tokens)
 
 
@@ -222,8 +230,9 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a prompt: the system turn, the worked `examples`, then the question's other turns.
 
-    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. It is tokenized
-    without more special tokens, so the model gets what the template shows and no additional BOS.
+    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. Tokenizing the text
+    adds no special tokens such as BOS, so the prompt has only those of the template. Raises InputError if the template
+    leaves out a text.
     """
     turns = _all_turns(asked, data, examples)
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
@@ -251,14 +260,14 @@ def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Quest
 
 
 def control_token(text: str, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, AddedToken]) -> str:
-    """Return the first special token in ``text`` that would not be read as plain text, or "" if there is none.
+    """Return the first special token that the tokenizer finds in ``text``, or "" if all of it is read as plain text.
 
     ``special`` is special_tokens(tokenizer). A text may contain added tokens that are not special, such as <think>.
     """
     if not any(token.normalized or token.content in text for token in special.values()):
         return ""
     ids, plain = list(tokenizer(text, add_special_tokens=False)["input_ids"]), plain_ids(text, tokenizer)
-    # A letter that the tokenizer lacks becomes its unknown token in both.
+    # A character that the tokenizer lacks becomes its unknown token in both.
     return next((special[one].content for one in ids if one in special and ids.count(one) > plain.count(one)), "")
 
 
@@ -268,7 +277,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
 
 
 def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Raise InputError for a special token in the text of a row or of the section data: it would end or open a turn."""
+    """Raise InputError if a row or the section data contains a special token, which would end or open a turn."""
     special = special_tokens(tokenizer)
     texts = [("data.system", data.system), ("data.instruction", data.instruction)]
     texts += [(f"data.chat_template_kwargs.{name}", str(value)) for name, value in data.chat_template_kwargs.items()]
@@ -281,11 +290,11 @@ def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokeni
 
 
 def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Raise InputError unless the prompt of ``turns``, whose last text is unique, ends in the assistant's turn.
+    """Raise InputError unless the prompt of ``turns`` ends with the beginning of an assistant turn.
 
-    The template's form of an earlier assistant turn shows how such a turn begins, and the prompt must end with this
-    beginning. It may also name the assistant, where add_generation_prompt opens the turn, or where a template shows
-    only one question.
+    The template's text for an earlier assistant turn shows how such a turn begins. Alternatively, it is enough that the
+    text which add_generation_prompt appends names the assistant. For a template that can show only one question, it is
+    enough that the text after the question names it. The last text of ``turns`` must be unique.
     """
     if not tokenizer.chat_template:
         return
@@ -308,7 +317,11 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
 
 
 def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, opens: bool = True) -> str:
-    """Return the turns in the tokenizer's chat template, which ``opens`` the assistant's turn after them."""
+    """Return the text of the turns in the tokenizer's chat template.
+
+    If ``opens`` is true, the beginning of the assistant's turn follows them. Raises InputError if the template fails or
+    does not read a variable of data.chat_template_kwargs.
+    """
     template = str(tokenizer.chat_template)
     for name, value in data.chat_template_kwargs.items():
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -339,23 +352,24 @@ def open_environment(
     pool: Pool,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Environment | None:
-    """Open the environment of rollout.environment, if there is one. ``pool`` has its function."""
+    """Return the environment of rollout.environment, or None without one. The function runs in ``pool``."""
     if not rollout.environment:
         return None
     template = turn_tokens(tokenizer, data, rollout.environment_role, stop_tokens)
     return Environment(rollout, tokenizer, stop_tokens, template, pool, waiting)
 
 
-ASKED, ANSWERED = "a turn of the policy", 'the "answer"\nto it'  # a template that writes JSON would change the second
+# Dummy texts of turns. A template that writes JSON would change the second one.
+ASKED, ANSWERED = "a turn of the policy", 'the "answer"\nto it'
 
 
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, role: str, stop_tokens: Collection[int]
 ) -> Template:
-    """Cut out of the chat template how it continues after an assistant turn: a turn of ``role``, the next answer.
+    """Return the tokens that the chat template writes after an assistant turn, around a text of ``role``.
 
-    The conversation has dummies as texts, and the template's text between them. Raises InputError unless the template
-    shows the dummies unchanged.
+    They are cut from a conversation whose texts are dummies. Raises InputError unless the template shows the dummies
+    unchanged.
     """
     if not tokenizer.chat_template:
         return Template()
@@ -372,14 +386,15 @@ def turn_tokens(
 
 
 def _refuse_clock(form: str) -> str:
-    """Refuse the date in a chat template. Such prompts would differ between ranks, and after a resume."""
+    """Raise InputError, because a prompt with the date could differ between ranks or after a resume."""
     raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; use a template with a fixed date")
 
 
 def _is_switch(name: str, template: str) -> bool:
-    """Return whether ``template`` only tests if its variable ``name`` is true (or defined), or sets it.
+    """Return whether ``template`` only sets its variable ``name``, or tests whether it is true or defined.
 
-    Such a template takes every text for true, and compares 0 and null with false in vain.
+    Such a template would take any text for true. If it tests whether the variable is false, 0 and null do not count as
+    false.
     """
     uses = re.findall(rf"\b{re.escape(name)}\b", template)
     asked = r"\b(?:if|elif|and|or|not)\s+\(?{0}(?=\s*(?:-?[%}}]}}|\)|and\b|or\b|else\b|is\b))|\bset\s+{0}\s*="
@@ -387,7 +402,7 @@ def _is_switch(name: str, template: str) -> bool:
 
 
 def _plain_text(turns: Sequence[Turn], data: DataConfig) -> str:
-    """Return the turns in PROMPT, with an empty line after the system text and each worked answer."""
+    """Return the text of the turns in the form PROMPT, with an empty line after the system text and worked answers."""
     if data.chat_template_kwargs:
         raise InputError(
             f"data.chat_template_kwargs: {', '.join(data.chat_template_kwargs)} has no effect, because this tokenizer "

@@ -1,7 +1,7 @@
 """Measures accuracy on held-out questions, with the engine and reward of training, without noise on the weights.
 
-Each question gets a greedy answer and k sampled answers, which give a mean and pass@k. The outcome of every question is
-stored.
+The policy answers each question once greedily and k times by sampling. The sampled answers give a mean accuracy and
+pass@k. A training run also stores the outcome of every question.
 
     torchrun --nproc_per_node=N evaluate.py CONFIG [section.key=value ...]     measure model.path without training
 """
@@ -52,14 +52,14 @@ def evaluate(
     beat: Callable[[str], None] = lambda done: None,
     environment: Environment | None = None,
 ) -> tuple[dict, list[dict], list[Row]]:
-    """Return a summary (keys eval/...), an outcome per question, and a row for each answer. Collective.
+    """Return a summary (keys eval/...), an outcome per question, and a row per answer. Every rank calls this together.
 
-    Summary and outcomes are the same on every rank. ``held_out`` has the main set under "", and the sets of eval.sets
-    under their names, with keys eval/NAME/... Of ``sampling``, only tensor and max_new_tokens are used. ``beat`` is
-    called for every wave of questions.
+    Every rank gets the same summary and outcomes, but only rank 0 gets the rows. ``held_out`` has the main set under
+    the name "", and the sets of eval.sets under their names, with keys eval/NAME/... Only ``tensor`` and
+    ``max_new_tokens`` of ``sampling`` are used. ``beat`` is called for every wave of questions.
     An answer depends only on the name of its set and the index of its question, not on the seed or the step of the run.
-    So two evaluations differ only by their policies. Intervals count questions, not samples, because the k samples of a
-    question are not independent.
+    So two evaluations differ only by their policies. The intervals count questions rather than samples, because the k
+    samples of a question are not independent.
     """
     summary, outcomes, rows = {}, [], []
     for name, questions in held_out.items():
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def prefix(name: str) -> str:
-    """Return the prefix of the keys of a set. The main set has the name ""."""
+    """Return the prefix of the keys of the set ``name``. The main set has the name ""."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -91,9 +91,10 @@ def _results(
     beat: Callable[[str], None],
     environment: Environment | None,
 ) -> tuple[torch.Tensor, list[Row]]:
-    """Return (questions, 1 + k, [correct, parsable, length]) for the greedy and the k sampled answers, on every rank.
+    """Return measurements of the greedy and the k sampled answers of all questions, on every rank.
 
-    The second value has a row for each answer that this rank sampled.
+    They are (questions, 1 + k, [correct, parsable, length]). The second result has a row for each answer that this rank
+    sampled.
     """
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
@@ -126,7 +127,7 @@ def _results(
 
 
 def _summary(results: torch.Tensor, key: str) -> dict:
-    """Compute shares, intervals and counts, whose names begin with ``key``.
+    """Return shares, intervals and counts, whose names begin with ``key``.
 
     ``results`` is (questions, 1 + k, [correct, parsable, length]).
     """
@@ -149,13 +150,19 @@ def _summary(results: torch.Tensor, key: str) -> dict:
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the 95 % interval (Wilson, 1927) of a share of n questions. It is inside [0, 1] even at 0 and 1."""
+    """Return the 95 % interval (Wilson, 1927) of ``share``, a share of n questions.
+
+    The interval is inside [0, 1] even if the share is 0 or 1.
+    """
     centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 def headline(summary: dict, name: str = "") -> str:
-    """Return `sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024` for the main set or set ``name``."""
+    """Return a text with the accuracies on the set ``name``, by default the main set. For example:
+
+    `sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024`
+    """
     parts, key = [], prefix(name)
     for kind in ("sampled", "greedy"):
         if f"{key}{kind}_accuracy" in summary:
@@ -165,7 +172,7 @@ def headline(summary: dict, name: str = "") -> str:
 
 
 def result_line(before: dict, after: dict, source: str) -> str:
-    """Return the line of a run's result.
+    """Return the line that gives a run's accuracy before and after training. For example:
 
     `arithmetic accuracy 31.2 % -> 84.0 % (95 % interval 81.6-86.1, sampled, n = 1,024 held-out questions)`
     """
@@ -184,9 +191,10 @@ def result_line(before: dict, after: dict, source: str) -> str:
 
 
 def measure(cfg: Config) -> dict:
-    """Return the summary of cfg.model on the held-out questions and eval.sets, the same on every rank. Collective.
+    """Measure cfg.model on the held-out questions and eval.sets, and return the summary on every rank.
 
-    The weights are those from which a training run starts: in model.dtype, and quantised as in model.quantisation.
+    Every rank calls this together. The weights are those from which a training run starts: in model.dtype, and
+    quantised as model.quantisation says.
     """
     cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)  # before the device
@@ -227,7 +235,7 @@ def measure(cfg: Config) -> dict:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns 0 after measuring, 2 for unusable input, 3 if the engine gave no usable log-probs."""
+    """Run the command. Returns 0 after measuring, 2 for unusable input, or 3 if the engine gave no usable log-probs."""
     parser = command_line("evaluate.py", "Measure the accuracy of model.path on the held-out questions.")
     args = parser.parse_intermixed_args(arguments)
     rank = parallel_setup.check_launch()

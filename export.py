@@ -1,12 +1,12 @@
 """Writes a run's adapters for other programs, as a merged Hugging Face model or as a PEFT adapter.
 
-    python export.py RUN --merged DIR | --adapter DIR [--step N]       the checkpoint after N steps, or the newest
-    python export.py RUN|ADAPTER --probes DIR [--base MODEL]           write probes that show if an adapter is applied
+    python export.py RUN --merged DIR | --adapter DIR [--step N]   export the checkpoint after N steps, or the newest
+    python export.py RUN|ADAPTER --probes DIR [--base MODEL]       write probes that show if an adapter is applied
 
-It is one process on the CPU that handles one tensor at a time, without Megatron, transformers or peft. Only --probes
-loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked (names,
-shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft compute
-the trainer's log-probabilities from these files. E is the number of experts, and R the rank of a pair.
+The command runs in one process on the CPU and handles one tensor at a time, without Megatron, transformers or peft.
+Only --probes loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked
+(names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft
+compute the trainer's log-probabilities from these files. E is the number of experts, and R the LoRA rank.
 """
 
 import argparse
@@ -52,7 +52,7 @@ READ_BY: dict[Form, str] = {  # the programs that apply an adapter of each form,
     "transformers 5 may leave them, or dense layers, out without a warning; `--form stack` writes the form for it.",
 }
 
-RUN_CONFIG = "run_config.yaml"  # config.yaml of the run in a merged model, whose keys data.* describe the prompts
+RUN_CONFIG = "run_config.yaml"  # the run's config.yaml in the folder of a merged model; data.* describes the prompts
 
 
 # ------------------------------------------------------------------------------------------------ reading the run
@@ -61,9 +61,10 @@ RUN_CONFIG = "run_config.yaml"  # config.yaml of the run in a merged model, whos
 def read_policy(
     run_dir: Path, step: int | None, accept_changed_inputs: bool
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
-    """Read a run: configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
+    """Return a run's configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
 
-    Raises InputError if the base model has changed, or if the factors do not fit it.
+    Raises InputError if model or data have changed and ``accept_changed_inputs`` is false, or if the factors do not fit
+    the model.
     """
     cfg, found = read_run(run_dir, step)
     changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
@@ -74,10 +75,11 @@ def read_policy(
 
 
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
-    """Return the run's configuration, and its checkpoint after ``step`` steps, or the newest with correct checksums.
+    """Return the run's configuration, and its checkpoint after ``step`` steps.
 
-    Raises InputError if the folder is not a run or has no such checkpoint, or if config.yaml has changed since the
-    checkpoint.
+    If ``step`` is None, the checkpoint is the newest one with correct checksums. Raises InputError if the folder is not
+    a run or has no such checkpoint. It is also an error if lora, model.dtype or model.quantisation in config.yaml has
+    changed since the checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: no config.yaml; give the folder of a run (or for --probes of a PEFT adapter)")
@@ -112,10 +114,11 @@ def merged_tensors(
     dtype: torch.dtype,
     quantisation: str = "none",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the base model by name. Trained ones come first: W + (alpha / R) B A in fp32, cast once.
+    """Yield every tensor of the merged model with its name, the tensors that LoRA adapts first.
 
-    They are bit-identical to the push of a trainer with one rank. The base is first rounded to ``dtype``, and experts
-    to their ``quantisation``, because the adapters were trained on the rounded weights.
+    An adapted tensor is W + (alpha / R) B A, computed in fp32 and cast once to ``dtype``. It is bit-identical to the
+    tensor that a trainer with one rank pushes. The base is first rounded to ``dtype``, and its experts to
+    ``quantisation``, because the adapters were trained on the rounded weights.
     """
     frozen = functools.partial(quantised.frozen, base, dtype=dtype, quantisation=quantisation)
     done: set[str] = set()
@@ -139,7 +142,7 @@ def merged_part(
     alpha: float,
     arch: Architecture,
 ) -> list[Tensor]:
-    """Merge the ``weights`` of adapted.names(part) with the same multiplications as the trainer.
+    """Return the merged ``weights`` of adapted.names(part), computed with the same matrix products as in the trainer.
 
     A product of the transposed factors, or of a different set of rows, may round differently.
     """
@@ -180,7 +183,7 @@ def write_merged(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of COPIED that the model in ``source`` has."""
+    """Copy to ``folder`` those files of COPIED that the model in ``source`` has."""
     for name in COPIED:
         if (source / name).is_file():
             (folder / name).write_bytes(read_bytes(source / name))
@@ -190,10 +193,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form: Form) -> None:
-    """Write the files that peft.PeftModel.from_pretrained loads to ``folder``, and a README about their readers.
+    """Write an adapter for peft.PeftModel.from_pretrained to ``folder``, with a README on the programs that apply it.
 
-    They contain the absolute path of the base model, because the adapter can be used from anywhere. The tokenizer and
-    its chat template are in the same folder, as servers expect.
+    The files contain the absolute path of the base model, because the adapter can be used from any folder. The
+    tokenizer and its chat template are in the same folder, as servers expect.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."
@@ -205,10 +208,11 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
 
 
 def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) -> str:
-    """Write the probes of weights/probes.py, including the adapter of ``source``, and return a line about it.
+    """Write the probes of weights/probes.py and the adapter of ``source`` to ``out_dir``, and return a line to print.
 
-    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that it names). The reference is
-    transformers in float64, or under torchrun the run's trainer in its layout. Under torchrun this is collective.
+    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that the adapter names). The expected
+    values come from transformers in float64. Under torchrun, every rank calls this together, and the values come from
+    the run's trainer in its layout.
     """
     refuse_used(out_dir)
     cfg, under_torchrun, first = None, "RANK" in os.environ, parallel_setup.launched_rank() == 0
@@ -252,10 +256,10 @@ def _note(text: str) -> None:
 
 
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
-    """Write the run's adapter in a ``form``, or its merged model, to ``out_dir``, and return a line about it.
+    """Write the run's adapter in ``form``, or its merged model if ``form`` is None, and return a line to print.
 
-    Raises InputError if ``out_dir`` is in use, if the run has no good checkpoint, or if the base model does not fit or
-    has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
+    Raises InputError if ``out_dir`` is not empty, or if the run has no good checkpoint. It is also an error if the base
+    model does not fit or has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)

@@ -8,7 +8,7 @@ Values outside the mask, even NaN, change neither a result nor a gradient, and a
 contributes exactly 0.
 
 The loss of a micro-batch is its share of the update's loss. It is divided by the counts of the whole update over all
-data ranks, so the shares add up to the same loss for every split of the rows.
+data ranks. So the shares add up to the same loss, however the rows are split.
 """
 
 from collections.abc import Callable
@@ -36,10 +36,10 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
     std: reward minus the group's mean, divided by its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300).
     none: reward minus the group's mean (Dr. GRPO, arXiv 2503.20783).
     loo: reward minus the mean of the G - 1 others (RLOO, arXiv 2402.14740).
-    zero: 0, so that only a teacher teaches.
+    zero: always 0, so that the policy learns only from a teacher.
     Equal rewards in a group give exactly 0. In a group of one, the mean counts as 0 and the standard deviation as 1.
     If ``norm`` is a function, it computes the advantages itself.
-    Raises ValueError for another shape, another norm, or a reward that is not finite.
+    Raises ValueError for a wrong shape, an unknown norm, or a reward that is not finite.
     """
     if not callable(norm):
         _require("norm", norm, NORMS)
@@ -67,17 +67,18 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
 def distilled(advantages: Tensor, old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
     """Return the advantages A - coef x (old_logp - teacher_logp) of sampled tokens.  (B,) -> (B, T)
 
-    This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The bracket is the estimate k1 of
-    KL(policy || teacher), limited to +-20 nats. The mean of k1 x gradient of the log-prob is the gradient of that KL.
+    This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The difference in
+    brackets is the estimate k1 of KL(policy || teacher), limited to +-20 nats. The gradient of this KL is the mean of
+    k1 times the gradient of the log-prob.
     """
     return advantages[:, None] - coef * kl(old_logp, teacher_logp, "k1", mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """Compute DAPO's (arXiv 2503.14476) penalty on the rewards of long completions.  any shape -> the same
+    """Compute DAPO's (arXiv 2503.14476) penalty, which is subtracted from the rewards of long completions.
 
     It is 0 up to max_new_tokens - buffer tokens. From there it rises linearly to ``penalty`` at max_new_tokens, where
-    a completion is cut off.
+    a completion is cut off. The result has the shape of ``lengths``.
     """
     return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(min=0, max=1)
 
@@ -93,12 +94,13 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "low_var_kl", mask: Tensor | 
     """Estimate KL(policy || reference) per token, for tokens drawn from the policy.  (B, T) -> (B, T)
 
     With d = ref_logp - logp: k1 = -d; k2 = d^2 / 2; k3 = e^d - d - 1; abs = |d| (Schulman, "Approximating KL
-    divergence"). low_var_kl is the usual choice of trainers: k3 with d limited to +-20, and at most 10. low_var_kl+ has
-    the value of low_var_kl and the gradient of k2. Outside the mask the result is 0. Only logp gets a gradient.
+    divergence"). low_var_kl is the usual choice of trainers: k3 with d limited to +-20 and the result limited to 10.
+    low_var_kl+ has the value of low_var_kl and the gradient of k2. Outside the mask the result is 0. Only logp gets a
+    gradient.
 
     As a loss, k1 has the expected gradient 0, and k3 has the gradient of the forward KL. The gradient of low_var_kl is
-    0 if the policy is more than 2.611 nats below the reference. Only k2 and low_var_kl+ have the gradient of the
-    reverse KL.
+    0 if logp is more than 2.611 nats below ref_logp, or more than 11 nats above it. Only k2 and low_var_kl+ have the
+    gradient of the reverse KL.
     """
     _require("kl", kind, KL_KINDS)
     _same_shape(logp=logp, ref_logp=ref_logp, mask=mask)
@@ -142,20 +144,20 @@ def policy_loss(
 
     advantages: (B,), (B, 1) or (B, T). weights (B, T): constant factors of the token losses (rollout_weights).
     r = exp(logp - old_logp), A = advantage, clip(r) = r limited to [1 - clip_low, 1 + clip_high].
-    ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20; for A < 0 at most -A dual_clip
-    (arXiv 1912.09729; 0 or None means off).
-    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios, its gradient is spread
+    ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20. If A < 0, the loss is at most
+    -A dual_clip (arXiv 1912.09729); if dual_clip is 0 or None, this limit is off.
+    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios. Its gradient is spread
     over the row's tokens, and there is no dual clip.
     cispo (arXiv 2506.13585): -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
-    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has moved from its old value in the
-    direction of A by more than clip_high (A > 0) or clip_low (A < 0).
+    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has risen by more than
+    clip_high and A > 0, or has fallen by more than clip_low and A < 0.
     If ``kind`` is a function, it computes the token losses itself.
 
     For aggregate, num_tokens, num_sequences and max_new_tokens see aggregate_loss. GSPO's paper uses
     seq-mean-token-mean. The statistics have no gradient. They are policy_loss, which is the loss itself, and means over
     tokens: clip_frac, dual_clip_frac, ppo_kl (old_logp - logp), ratio_mean, and ratio_gap, the mean of |r - 1|. Both
     clip fractions are 0 where A = 0, because clipping changes nothing there. ratio_gap is exactly 0 as long as the
-    policy is the old one. With the update's num_tokens, the statistics add up over micro-batches and ranks.
+    policy has not changed. With the update's num_tokens, the statistics add up over micro-batches and ranks.
     """
     if not callable(kind):
         _require("kind", kind, tuple(PER_TOKEN))
@@ -192,10 +194,10 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a token's loss. The tensors are (B, T), in float32 or wider, and 0 outside the mask."""
+    """The inputs of the token losses. The tensors are (B, T), in float32 or wider, and 0 outside the mask."""
 
     logp: Tensor  # log-probs of the policy that is trained, the only tensor with a gradient
-    old_logp: Tensor  # log-probs of the policy that sampled, computed by the trainer
+    old_logp: Tensor  # log-probs before the rollout's first optimizer step, computed by the trainer
     advantages: Tensor
     mask: Tensor
     clip_low: float
@@ -281,12 +283,13 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """Compute the micro-batch's share of the update's mean of a per-token quantity.  (B, T) -> ()
+    """Compute the share that a micro-batch adds to the update's mean of a per-token quantity.  (B, T) -> ()
 
     token-mean: sum / num_tokens. seq-mean-token-sum: sum / num_sequences. seq-mean-token-mean: sum of the rows' means /
     num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
     num_tokens and num_sequences count the whole update over all data ranks, including groups of equal reward that the
-    forward pass skips. None means the tokens in the mask, and the rows with such tokens, of only this micro-batch.
+    forward pass skips. If they are None, the counts are those of this micro-batch: its tokens in the mask, and its rows
+    with such tokens.
     Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
     """
     _require("aggregate", aggregate, AGGREGATES)
@@ -351,7 +354,7 @@ def _inside(mask: Tensor, value: Tensor) -> Tensor:
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
-    """Cast to float32 or wider, as bf16 has only 8 bits for a log-probability and rewards may be integers."""
+    """Cast to float32 or wider, because bf16 has only 8 bits for a log-probability and rewards may be integers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -366,7 +369,10 @@ def _require(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _same_shape(**tensors: Tensor | None) -> None:
-    """Raise ValueError for different shapes, since broadcasting (B, 1) to (B, T) would silently falsify a token sum."""
+    """Raise ValueError unless all tensors have the same shape (B, T).
+
+    Otherwise, broadcasting (B, 1) to (B, T) would silently give a wrong sum over tokens.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(f"the shapes {shapes} differ; give all tensors one shape (rows, tokens)")

@@ -18,7 +18,7 @@ from facts.engines import ENGINES, EngineName, Kind, whole_experts
 
 
 def knob(default: Any, description: str, **bounds: Any) -> Any:
-    """Return a field with a description. If the default is `...`, the file must give a value."""
+    """Return a field with a description. If the default is `...`, the configuration file must give a value."""
     return Field(default, description=description, **bounds)
 
 
@@ -31,7 +31,7 @@ class UserPath(str):
 def user_path(text: str) -> str:
     """Return a path with the home folder in place of ~. Raises ValueError for other text that a shell would expand.
 
-    A path with $ is accepted if it exists. For FILE.py:NAME, only the file counts.
+    A path with $ is accepted if it exists. In FILE.py:NAME, only the file must exist.
     """
     path = UserPath(os.path.expanduser(text))
     path.written = text
@@ -48,7 +48,10 @@ def _written(paths: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Return user_path of a text, or a tuple for a list of texts. Raises ValueError for other values."""
+    """Apply user_path to a text, or to each text of a list, and return a list as a tuple.
+
+    Raises ValueError for other values.
+    """
     if isinstance(value, str):
         return user_path(value)
     if isinstance(value, list | tuple) and value and all(isinstance(path, str) and path for path in value):
@@ -93,7 +96,7 @@ class ModelConfig(Section):
 
 
 class TinyModelConfig(Section):
-    """A model that is created at model.path if there is none. Names follow config.json, defaults tiny_cpu.yaml."""
+    """A model that is created at model.path if there is none. The defaults are the model of configs/tiny_cpu.yaml."""
 
     architecture: FamilyName = knob(..., "the model_type of Qwen3-30B-A3B, Qwen1.5-MoE or OLMoE")
     vocab_size: int = knob(
@@ -122,7 +125,7 @@ class TinyModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Ranks = tensor x data = expert x expert_data, where data and expert_data follow from the other sizes."""
+    """The rank grid: ranks = tensor x data = expert x expert_data. The run computes data and expert_data."""
 
     tensor: int = knob(1, "number of ranks that split each attention matrix and the vocabulary", ge=1, le=2**16)
     expert: int = knob(1, "number of ranks that split the experts of each layer", ge=1, le=2**16)
@@ -247,7 +250,7 @@ class LoraConfig(Section):
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0: like rank", ge=0, le=2**12)
 
     def rank_of(self, is_expert: bool) -> int:
-        """Return R, for a module of the routed experts if ``is_expert``."""
+        """Return the LoRA rank, for the routed experts if ``is_expert`` is true, otherwise for all other modules."""
         return self.expert_rank or self.rank if is_expert else self.rank
 
 
@@ -316,7 +319,10 @@ class OptimConfig(Section):
     )  # fmt: skip
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Return AdamW's rate at ``step`` (from 0): a linear warm-up, then constant or a decay to a tenth of lr."""
+        """Return the learning rate at ``step`` (from 0).
+
+        It rises linearly during the warm-up. Then it stays constant or decays to a tenth of lr.
+        """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.decay == "constant":
@@ -357,7 +363,7 @@ class AqnConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Routing replay: train each token on the experts that sampled it (r3), or that the old policy's pass used (r2)."""
+    """Routing replay: a token is trained on the experts that sampled it (r3) or those of the old policy's pass (r2)."""
 
     mode: Literal["off", "r2", "r3"] = knob(
         "off", "r3: the engine's routes (arXiv 2510.11370); r2: the trainer's routes"
@@ -365,7 +371,7 @@ class ReplayConfig(Section):
 
 
 class ChecksConfig(Section):
-    """The checks of run/tripwires.py that do not stop a run. A check in both lists is off."""
+    """The checks of run/tripwires.py that only warn or are off, and a bound. A check in both lists is off."""
 
     warn: tuple[str, ...] = knob(
         ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),
@@ -418,17 +424,20 @@ class TrainConfig(Section):
         return math.inf if self.completions_logged == "all" else self.completions_logged
 
     def is_due(self, steps_done: int, every: int) -> bool:
-        """Return whether something is due that happens every ``every`` steps (0: never) and after the last step."""
+        """Return whether an action is due that happens every ``every`` steps, and after the last step.
+
+        If ``every`` is 0, the action happens only after the last step.
+        """
         return steps_done == self.steps or (every > 0 and steps_done % every == 0)
 
 
 class Merging(enum.IntEnum):
-    """Where the update (alpha / R) B A is merged into the weights in model.dtype. Each value includes earlier ones."""
+    """Where (alpha / R) B A is merged into the weights in model.dtype. Each value includes the values before it."""
 
     NOWHERE = 0  # the engine gets the factors separately from the weights
     PUSHES = 1  # in the pushed weights; the trainer adds the update to a layer's output, which differs by 1e-7 in fp32
     PASSES = 2  # also in the trainer's passes, so that it trains the rounded policy that samples
-    ONCE = 3  # once for both, in one memory, if the engine's ranks have the trainer's experts
+    ONCE = 3  # only once for both, in memory that both share, if the engine's ranks have the trainer's experts
 
 
 class Config(Section):
@@ -483,11 +492,12 @@ class Config(Section):
 
     @property
     def earlier_passes(self) -> float:
-        """The number of passes without gradients over a step's tokens, before its first update.
+        """The number of the policy's passes without gradients over a step's tokens, before its first update.
 
         One pass computes the old log-probs of the tokens of all updates but the first. The first update needs none,
         because the policy has not changed yet and its ratio is 1. With r2 this pass covers all tokens, because it also
-        records the routes. With rollout.staleness there is one more pass, with the adapters of the older policy.
+        records the routes. With rollout.staleness there is one more pass, with the adapters of the older policy. The
+        passes of the reference and of a teacher are not counted.
         """
         first = 0 if self.replay.mode == "r2" else self.optim.prompts_per_update
         return 1 - first / self.rollout.prompts_per_step + (self.rollout.staleness > 0)

@@ -1,7 +1,8 @@
 """Turns a rollout into optimizer steps on the LoRA adapters (step 4).
 
-The loss of an update is one number over all its tokens on all ranks. Each micro-batch adds its share of it, so neither
-the number of ranks nor the size of a micro-batch changes it. S = P x G sequences, b rows, T tokens of a row.
+The loss of an update is one number over all its tokens on all ranks. Each micro-batch adds its share of this number, so
+neither the number of ranks nor the size of a micro-batch changes the loss. A rollout has S = P x G sequences, and a
+micro-batch has b rows of T tokens.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from weights.adapter_weights import checksums
 from weights.checkpoint import Checkpoint
 from weights.policy import Policy
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in torch's names
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's moments, with torch's names
 ADAM_EPS = 1e-8  # added to the denominator, as in the paper (arXiv 1412.6980)
 
 
@@ -39,19 +40,19 @@ class Update(NamedTuple):
     """The data of one optimizer step."""
 
     micro_batches: list[MicroBatch]  # of this rank
-    counts: dict[str, int]  # num_tokens, num_sequences and max_new_tokens that the loss divides by, over all data ranks
+    counts: dict[str, int]  # divisors of the loss over all data ranks: num_tokens, num_sequences and max_new_tokens
     trained: list[int]  # sequences of all ranks; loss.skip_equal_groups leaves out some that count in the loss
 
 
 class Share(NamedTuple):
     """The part of a metric that one micro-batch adds, and whether the metric is a mean over updates or tokens."""
 
-    value: Tensor  # divided as the loss of the update is, for example by its tokens
+    value: Tensor  # already divided by one of the update's counts, for example by its tokens
     of: Literal["updates", "tokens"]
 
 
 class LossShare(NamedTuple):
-    """The part that one micro-batch adds to its update."""
+    """The part that one micro-batch adds to the loss and the metrics of its update."""
 
     loss: Tensor
     metrics: dict[str, Share]
@@ -59,7 +60,7 @@ class LossShare(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A pass without gradients that fills a field of micro-batches before the rollout is learned."""
+    """A pass without gradients that fills a field of micro-batches before the first update of a rollout."""
 
     phase: str  # phase of the timer
     field: str  # field of MicroBatch
@@ -69,7 +70,7 @@ class Pass(NamedTuple):
 
 
 class Learner:
-    """The optimizer of a policy, and how it learns from a rollout."""
+    """The optimizer of a policy. Its method `update` learns from a rollout."""
 
     def __init__(self, cfg: Config, policy: Policy, pad_token: int) -> None:
         self.cfg, self.policy, self.pad_token = cfg, policy, pad_token
@@ -87,20 +88,20 @@ class Learner:
         # The factors before each of the last rollout.staleness training steps, the oldest first.
         self.stale_factors: deque[dict[str, Tensor]] = deque(maxlen=cfg.rollout.staleness)
         self.teacher: dict[str, Tensor] = {}  # the factors of loss.teacher
-        self.teacher_kl: dict[int, Tensor] = {}  # mean per token, by this rank's sequences of the last step
+        self.teacher_kl: dict[int, Tensor] = {}  # mean per token, of each of this rank's sequences of the last step
 
     # ------------------------------------------------------------------------------------ the policy that samples
 
     def sampling_policy(self) -> contextlib.AbstractContextManager:
-        """Set the adapters to those of rollout.staleness training steps ago in this block.
+        """Switch to the adapters of rollout.staleness training steps ago in this block.
 
         Before a step, these adapters will sample its rollout. During the step, until _keep_factors is called, they are
-        the ones that sampled it.
+        the adapters that sampled it.
         """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
     def _keep_factors(self) -> None:
-        """Keep a copy of the factors, because they sample the rollout of rollout.staleness training steps later."""
+        """Keep a copy of the factors, with which a rollout is sampled rollout.staleness training steps later."""
         if len(self.stale_factors) < self.cfg.rollout.staleness:
             self.stale_factors.append(self.policy.copied_factors())
         elif self.stale_factors:  # the memory of the oldest copy gets the newest one
@@ -108,7 +109,10 @@ class Learner:
             adapter_weights.copy_(self.stale_factors[-1], self.policy.factors)
 
     def learn_from(self, teacher: Iterable[tuple[str, Tensor]]) -> None:
-        """Store the whole factors of loss.teacher, each given with its name in a checkpoint."""
+        """Store this rank's pieces of the factors of loss.teacher.
+
+        ``teacher`` yields each whole factor with its name in a checkpoint.
+        """
         self.teacher = self.policy.copied_factors()
         names = {adapter_weights.hf_name(name, self.arch): name for name in self.teacher}
         for whole_name, whole in teacher:
@@ -121,7 +125,7 @@ class Learner:
     def update(
         self, batch: Rollout, completions: list[list[Completion]], advantages: Tensor, step: int, timer: StepTimer
     ) -> dict[str, float]:
-        """Make the optimizer steps of one rollout and return their metrics.  ``advantages``: (S,)
+        """Make the optimizer steps of one rollout and return their metrics. ``advantages`` has the shape (S,).
 
         ``completions`` are those that this rank sampled. With replay r3, they contain the routes of the engine.
         """
@@ -135,7 +139,7 @@ class Learner:
         trained_tokens = sum(batch.sampled_lengths[sequence] for sequence in self.trained)
 
         self._add_logprobs(updates, timer)
-        self._keep_factors()  # after the factors that have sampled were used, before the first optimizer step
+        self._keep_factors()  # after the last use of the factors that sampled, before the first optimizer step
 
         sums: dict[str, Tensor] = {}
         largest_gap, norms = torch.zeros((), device=self.parallel.device), []
@@ -166,7 +170,7 @@ class Learner:
     def _prepare(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> Update:
-        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in its denominators."""
+        """Prepare the update on ``sequences``. Skipped groups add no loss, but count in the loss's denominators."""
         cfg = self.cfg
         kept = [s for s in sequences if not (cfg.loss.mask_truncated and batch.truncated[s])]
         counts = {
@@ -182,7 +186,7 @@ class Learner:
     def _micro_batches(
         self, batch: Rollout, completions: list[list[Completion]], sequences: list[int], advantages: Tensor
     ) -> list[MicroBatch]:
-        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get equally many."""
+        """Pack this rank's rows of ``sequences`` into micro-batches. All ranks get the same number of them."""
         cfg, parallel = self.cfg, self.parallel
         lengths = {s: batch.row_length(s) for s in sequences}
         prompts = {s: lengths[s] - batch.lengths[s] for s in sequences}
@@ -208,16 +212,17 @@ class Learner:
     # -------------------------------------------------------------------------------------------- forward passes
 
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
-        """Replay the routes of ``micro`` in this block. With ``count``, count once where the router differs.
+        """Replay the routes of ``micro`` in this block, if it has any.
 
-        Without replay, and in a micro-batch without rows, there are no routes.
+        With ``count``, this pass is compared with the recorded routes for RoutingReplay.differing_share. Without
+        replay, and in a micro-batch without rows, there are no routes.
         """
         if micro.routes is None:
             return contextlib.nullcontext()
         return self.replay.replaying(micro.routes, micro.replayed, count=count)
 
     def _add_logprobs(self, updates: list[Update], timer: StepTimer) -> None:
-        """Compute the log-probs that stay the same while this rollout is learned."""
+        """Store in each micro-batch the log-probs that stay the same during all updates of this rollout."""
         for each in self._passes(updates):
             with timer.phase(each.phase), each.adapters():
                 for micro in each.micro_batches:
@@ -233,8 +238,8 @@ class Learner:
 
         stale_logp comes from the policy that sampled, for the metrics of the gap to the sampler. old_logp comes from
         before the first optimizer step, and the ratios of later updates are relative to it. The first update needs no
-        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 it still has the pass,
-        which also records the routes.
+        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 every update has this
+        pass, because it also records the routes.
         """
         cfg, current = self.cfg, contextlib.nullcontext
         every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
@@ -261,21 +266,21 @@ class Learner:
 
     @torch.no_grad()
     def _freely(self, micro: MicroBatch) -> Tensor:
-        """Compute the log-probs on the router's own routes, as other routes would change a teacher.  -> (b, T)"""
+        """Compute the log-probs on the router's own routes, because replayed ones would change a teacher.  -> (b, T)"""
         return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
     def _recording(self, micro: MicroBatch) -> Tensor:
-        """Compute the log-probs on the trainer's routes, which ``micro`` gets and replays from now on."""
+        """Compute the log-probs, and store the routes of this pass in ``micro``, which replays them from now on."""
         micro.replayed = micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
         return stats.logp
 
     def _reference_gap(self, micro: MicroBatch) -> float:
-        """Compare ref_logp with a policy whose B is 0, so that its adapters change nothing. Collective.
+        """Return the mean gap between ref_logp and the log-probs of a policy whose B is 0, in nats per token.
 
-        Returns the mean difference in nats per token. In a new run B is 0 already, which this checks; in a resumed run
-        it is set to 0.
+        With B = 0 the adapters change nothing, so the two must agree. In a new run B is 0 already; in a resumed run it
+        is replaced by 0 for this comparison. Every rank calls this together.
         """
         unchanged = dict(self.policy.factors)
         for name, factor in unchanged.items():
@@ -287,7 +292,7 @@ class Learner:
         return total / tokens
 
     def _backward(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """Add the gradients of the loss share of ``micro``."""
+        """Compute the loss share of ``micro``, add its gradients to those of the factors, and return the share."""
         with self._routed(micro, count=True):
             share = self._loss(micro, counts)
             share.loss.backward()  # in the replay block, because activation recompute routes the tokens again
@@ -295,7 +300,7 @@ class Learner:
         return share._replace(loss=share.loss.detach())  # frees the autograd graph before the next forward pass
 
     def _loss(self, micro: MicroBatch, counts: dict[str, int]) -> LossShare:
-        """Compute the share of ``micro`` in the loss and in the metrics. For ``counts`` see Update."""
+        """Compute the share of ``micro`` in the update's loss and in the metrics. For ``counts`` see Update."""
         loss_cfg = self.cfg.loss
         with self.router_load.counting(micro):
             stats = self.policy.logprobs(micro)
@@ -403,9 +408,9 @@ class Learner:
     # -------------------------------------------------------------------------------------------- its state
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Return whole factors and moments by Hugging Face name, and the number of optimizer steps. Collective.
+        """Return whole factors and moments by Hugging Face name, and the number of optimizer steps.
 
-        Any layout can load them. Rank 0 gets the tensors, on the host; the other ranks get none.
+        Any layout can load them. Every rank calls this together, but only rank 0 gets the tensors, on the host.
         """
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind, *_ in self.saved_parts()}
         for kind, ending, values in self.saved_parts():
@@ -416,7 +421,7 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counts: dict[str, int]) -> None:
-        """Load a state() that any layout wrote. Raises InputError if names or shapes do not fit this model."""
+        """Load the result of `state` from any layout. Raises InputError if names or shapes do not fit this model."""
         steps = counts["optimizer_steps"]  # checkpoint.mismatch has compared it with the configuration
         done = steps * self.cfg.optim.prompts_per_update // self.cfg.rollout.prompts_per_step
         for _ in range(min(done, self.cfg.rollout.staleness)):  # filled below, like all of saved_parts
@@ -435,7 +440,10 @@ class Learner:
         self.is_restored = True
 
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
-        """Return the parts to save: for each the kind of file, the ending of names, and this rank's tensors by name."""
+        """Return the parts of the state to save.
+
+        Each is a tuple of the kind of file, the ending that names get in the file, and this rank's tensors by name.
+        """
         parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.policy.factors)]
         parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
         for age, factors in zip(range(len(self.stale_factors), 0, -1), self.stale_factors, strict=True):
@@ -444,10 +452,10 @@ class Learner:
 
     @torch.no_grad()
     def not_saved(self, saved: Checkpoint | None) -> str:
-        """Return the adapters, moments or counts that differ from ``saved``; "" if there are none. Collective.
+        """Return a text that names adapters, moments or counts that differ from ``saved``, or "" if none does.
 
-        Only rank 0 needs ``saved``. It cuts each whole tensor into the pieces of all ranks and compares their
-        checksums, which checks Policy.gathered by its inverse.
+        Every rank calls this together, but only rank 0 needs ``saved``. Rank 0 cuts each whole tensor into the pieces
+        of all ranks and compares their checksums. This also checks Policy.gathered, because cutting is its inverse.
         """
         parallel = self.parallel
         tensors = {}
@@ -463,7 +471,10 @@ class Learner:
         return parallel.gather_objects(said)[0]
 
     def _differences(self, saved: Checkpoint, by_rank: list[tuple[int, int, dict]]) -> list[str]:
-        """Return the differences between ``saved`` and ``by_rank`` (tensor rank, expert rank, checksum per tensor)."""
+        """Return the names of tensors and counts whose values differ between ``saved`` and the current state.
+
+        ``by_rank`` has the tensor rank, the expert rank and the checksum of each tensor of every rank.
+        """
         differences = []
         if (steps := saved.state.get("optimizer_steps")) != self.optimizer_steps:
             differences.append(f"optimizer_steps {self.optimizer_steps} instead of {steps}")
@@ -477,7 +488,10 @@ class Learner:
         return differences + sorted(stored)
 
     def _fits(self, name: str, whole: Tensor, sums: list[tuple[int, int, tuple[int, int]]]) -> bool:
-        """Return whether the pieces of ``whole`` have the checksums ``sums`` (tensor rank, expert rank, checksum)."""
+        """Return whether the pieces of ``whole`` have the checksums in ``sums``.
+
+        ``sums`` has the tensor rank, the expert rank and the checksum of the factor ``name`` on every rank.
+        """
         factor = self.policy.factors[name]
         if tuple(whole.shape) != whole_shape(factor, self.parallel):
             return False

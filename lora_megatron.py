@@ -1,9 +1,9 @@
 """Adds LoRA (arXiv 2106.09685) to Megatron's linear layers, to the grouped experts, and to the router.
 
 y = base(x) + (alpha / R) B A x, with factors in fp32. A starts random and B starts at zero, so an adapted model starts
-as its base. A column-parallel linear holds all of A, and B split by output rows; a row-parallel linear holds A split by
-input columns, and all of B. E is the number of local experts and R the rank. Merging needs no communication, because
-each rank adds its own B A to its own shard.
+as its base. For a column-parallel linear, each rank has the whole A and a shard of B's output rows. For a row-parallel
+linear, each rank has a shard of A's input columns and the whole B. E is the number of local experts and R the rank.
+Merging needs no communication, because each rank adds its own B A to its own shard.
 
 When weights are merged in bf16, the sampler gets W + (alpha / R) B A rounded to bf16, which removes most of a small
 update. To keep the trained policy equal to the one that samples, the forward pass then multiplies by the same rounded
@@ -61,15 +61,15 @@ def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
 def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """Compute W + scale x (first @ second) in fp32, and round once to the type of W.
 
-    (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n). A stack of matrices takes as many kernels as one matrix.
-    (torch.baddbmm would round differently.)
+    A stack of matrices takes as many kernels as one matrix. (torch.baddbmm would round differently.)
+    (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n)
     """
     merged = (first @ second).mul_(scale).add_(weight)
     return merged.to(weight.dtype) if out is None else out.copy_(merged)
 
 
 def merged_parts(shape: tuple[int, ...]) -> list[slice]:
-    """Split the experts of an (E, m, n) tensor into slices, each of which is merged in one product.
+    """Split the experts of an (E, m, n) tensor into slices, each of which is merged in one call of `merge`.
 
     The trainer and the push use the same slices, because a product over different slices may round differently.
     """
@@ -79,9 +79,10 @@ def merged_parts(shape: tuple[int, ...]) -> list[slice]:
 
 
 def _in_passes(factor: Factor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return ``scale`` x ``factor`` in ``dtype``, whose gradient is added to the factor's in fp32, in one kernel.
+    """Return a copy ``scale`` x ``factor`` in ``dtype`` whose gradient is scaled and added to the factor's.
 
-    If autograd knew how it was computed, each backward pass would cast and scale the gradient first.
+    One kernel does this in fp32. If autograd knew how the copy is computed, each backward pass would first cast and
+    scale the gradient in other kernels.
     """
     copy = torch.mul(factor.detach(), scale, out=torch.empty_like(factor, dtype=dtype)).requires_grad_()
 
@@ -108,13 +109,13 @@ class Adapter(torch.nn.Module):
         # merged into it.
         self.buffer: Tensor | None = None
         self.buffer_changes: tuple[int, int] | None = None
-        # The versions of A and B, and from them A and (alpha / R) B in the dtype of the passes.
+        # The versions of A and B, and the A and (alpha / R) B that were computed from them in the dtype of the passes.
         self.working: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def working_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and (alpha / R) B in ``dtype``, for passes whose gradients A and B get.
+        """Return copies of A and (alpha / R) B in ``dtype``, for the passes.
 
-        They are computed again only if A or B has changed, as `LoRAGroupedLinear.weight` is.
+        Their gradients are added to those of A and B. They are computed again only if A or B has changed.
         """
         versions = self.A._version, self.B._version
         if self.working is None or self.working[0] != versions:
@@ -176,9 +177,9 @@ class LoRALinear(Adapter):
 class LoRAGroupedLinear(Adapter):
     """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
 
-    The update takes two thin grouped products, so neither pass ever forms an (E, in, out) tensor. If there is a
-    ``buffer`` (E, in, out), the merged weight is in the memory with which the engine samples, and is computed once per
-    update.
+    Computing the update takes two thin grouped products, and forms no (E, in, out) tensor in either pass. If there is a
+    ``buffer`` (E, in, out), it is the memory from which the engine samples. The merged weight is computed in it once
+    per optimizer step.
     """
 
     def __init__(self, base: GroupedLinear, rank: int, alpha: float, merges: bool) -> None:
@@ -201,9 +202,9 @@ class LoRAGroupedLinear(Adapter):
     def weight(self) -> Tensor:
         """Return W + (alpha / R) B A of all local experts, in a new tensor or in `buffer`.
 
-        `buffer` is computed again only if A or B has changed. torch counts the changes of a tensor in _version; Learner
-        adds one for the optimizer, whose kernels may not count theirs. If a change were not counted, the check of every
-        push would find it (Policy.update_kept).
+        `buffer` is computed again only if A or B has changed. torch counts the changes of a tensor in _version. Learner
+        increments it after each optimizer step, because the optimizer's kernels may not do so. If a change were not
+        counted, the check of every push (Policy.update_kept) would find it.
         """
         changes = self.A._version, self.B._version
         if self.buffer is not None and self.buffer_changes == changes:
@@ -249,7 +250,7 @@ class LoRARouter(Adapter):
 def attach(
     model: torch.nn.Module, cfg: LoraConfig, parallel: Parallel, seed: int, merges: bool = False
 ) -> dict[str, Adapter]:
-    """Freeze ``model``, put adapters on every target, and return them by module name, in the model's order.
+    """Freeze ``model``, put an adapter on every target, and return the adapters by module name, in the model's order.
 
     If ``merges`` is true, the forward passes use the merged weights (see Adapter). Raises InputError for a target that
     this model does not have.
@@ -277,13 +278,13 @@ def attach(
 
 
 def attach_for(model: torch.nn.Module, cfg: Config, parallel: Parallel) -> None:
-    """Attach the adapters of a run's configuration. They merge if the trainer's passes do."""
+    """Attach the adapters of a run's configuration. They merge if cfg.merging includes the trainer's passes."""
     attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.merging >= Merging.PASSES)
 
 
 @torch.no_grad()
 def _initialise_(adapter: Adapter, name: str, parallel: Parallel, seed: int) -> None:
-    """Draw A uniformly from +-1/sqrt(in), as PEFT does.
+    """Draw A uniformly between -1/sqrt(in) and 1/sqrt(in), as PEFT does.
 
     The draw depends on the seed, the name and the expert, but not on the layout.
     """
@@ -334,7 +335,7 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:
-    """Describe what all ranks train: the total, then one line per kind of module with its layers and experts."""
+    """Return a text on the parameters that all ranks train: the total, then a line for each kind of module."""
     kinds: dict[str, list[Adapter]] = {}
     for name, adapter in adapters.items():
         kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)

@@ -1,14 +1,15 @@
 """Sets up ranks and Megatron's process groups for tensor, expert and data parallelism, and reduces values over them.
 
 The rank grid is tensor (TP) x data (DP) for everything but the experts, and expert (EP) x expert_data for the experts:
-TP x DP = EP x expert_data = number of ranks. Every rank calls every collective here, in the same order.
+TP x DP = EP x expert_data = number of ranks. Every rank calls every collective in this file, in the same order.
 
-The group of all ranks uses gloo on every device. Its messages (metrics, barriers, objects) are small and on the host,
-and an HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups, which
+The group of all ranks uses gloo on every device. Its messages (metrics, barriers, objects) are small and on the host.
+An HCCL or NCCL communicator over all ranks would take about 400 MiB of each device. Megatron's groups, which
 transfer activations and gradients, use the backend of the device. Reductions are in fp32 or narrower types, because
 HCCL has no fp64.
 
-The order is that of a start: what torchrun says, the device and the world, the layout, and the reductions over it.
+The order of this file is that of a start: torchrun's variables, the device and the world, the layout, and the
+reductions over it.
 """
 
 import contextlib
@@ -39,19 +40,25 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  #
 
 
 def launched_world_size() -> int:
-    """Return the number of processes that torchrun started; 1 without it. Raises InputError for any other text."""
+    """Return the number of processes that torchrun started, or 1 without torchrun.
+
+    Raises InputError if WORLD_SIZE is not such a number.
+    """
     return variable("WORLD_SIZE", 1, 1, MOST_RANKS)
 
 
 def launched_rank() -> int:
-    """Return the rank that torchrun gave this process; 0 without it. Raises InputError for any other text."""
+    """Return the rank that torchrun gave this process, or 0 without torchrun.
+
+    Raises InputError if RANK is not the number of a rank.
+    """
     return variable("RANK", 0, 0, launched_world_size() - 1)
 
 
 def check_launch() -> int:
     """Return the rank of this process. Raises InputError if the environment has values that torchrun never sets.
 
-    This is checked before anything waits for the other ranks, because the wait could last parallel.timeout_seconds.
+    Call this before anything waits for the other ranks, because the wait could last parallel.timeout_seconds.
     """
     rank, ranks = launched_rank(), launched_world_size()
     most = ranks if "WORLD_SIZE" in os.environ else MOST_RANKS  # without torchrun, it is another program's variable
@@ -105,12 +112,13 @@ def open_world(
     parallel: ParallelConfig,
     waiting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Iterator[torch.device]:
-    """Open a world of all ranks on the device that ``name`` means here, and close it at the end of the block.
+    """Make a world of all ranks in this block, on the device that ``name`` means on this machine.
 
-    ``waiting()`` is a context for the wait for the other ranks.
+    Waiting for the other ranks takes place in the context ``waiting()``.
 
-    Only here is a device selected; hardware/device.py explains the order. open_layout comes next. After an exception
-    the groups stay, because destroying them would wait for ranks that have ended; the caller ends the process.
+    Only this function selects a device; hardware/device.py explains the order. open_layout comes next. After an
+    exception the groups stay, because destroying them would wait for ranks that have ended. The caller then ends the
+    process.
     """
     with waiting():
         torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
@@ -136,9 +144,9 @@ def open_world(
 
 
 def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
-    """Raise InputError, equal on all ranks, for the first of ``texts`` that differs between ranks. Collective.
+    """Return the sha256 (hex) of each of ``texts`` by name. Every rank calls this together.
 
-    Otherwise return the sha256 (hex) of each.
+    If a text differs between ranks, every rank raises the same InputError for the first such text.
     """
     own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     digests: list = [None] * dist.get_world_size()
@@ -156,7 +164,10 @@ def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
 
 
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
-    """Create Megatron's groups of these sizes over the current world. rules.trainer_problems has checked the sizes."""
+    """Create Megatron's groups of these sizes over the current world, and return this rank's position in them.
+
+    rules.trainer_problems has checked the sizes.
+    """
     devices.import_megatron(device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -194,10 +205,10 @@ def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
 
 @contextlib.contextmanager
 def _groups_on(device: torch.device) -> Iterator[None]:
-    """Let Megatron create its groups on the backend of ``device``, with its options, in this block.
+    """Make Megatron create its groups with the backend and the options of ``device`` in this block.
 
-    With gloo on a CPU, each set of ranks gets one group. Megatron creates several for some sets, and each has threads
-    that poll. The dry run counts what each group sends, so it keeps them apart.
+    With gloo on a CPU, each set of ranks gets only one group. For some sets Megatron would create several, and each
+    group has threads that poll. The dry run keeps these groups separate, because it counts what each group sends.
     """
     from megatron.core import parallel_state
 
@@ -219,9 +230,10 @@ def _groups_on(device: torch.device) -> Iterator[None]:
 
 
 def close_layout() -> None:
-    """Destroy Megatron's groups, so that another layout can be opened in the same world. Collective.
+    """Destroy Megatron's groups, so that another layout can be opened in the same world.
 
-    Megatron only forgets its groups, and a group that is not destroyed keeps its threads and connections.
+    Every rank calls this together. Megatron itself only drops its references to the groups, and a group that is not
+    destroyed keeps its threads and connections.
     """
     from megatron.core import parallel_state
 
@@ -242,13 +254,13 @@ class Factor(torch.nn.Parameter):
 
     is_expert: bool  # whether it belongs to the routed experts, with one factor per local expert
     shard_dim: int | None  # the dimension that tensor ranks split; None: each of them has the whole factor
-    is_partial: bool  # if they have the whole factor: whether each tensor rank computes a part of its gradient
+    is_partial: bool  # whether each tensor rank has the whole factor but only a part of its gradient
 
     @staticmethod
     def zeros(
         device: torch.device, shape: tuple[int, ...], shard_dim: int | None = None, is_partial: bool = False
     ) -> "Factor":
-        """Create zeros on their final device, because Module.to may replace a parameter."""
+        """Create a factor of zeros on its final device, because Module.to may replace a parameter."""
         factor = Factor(torch.zeros(shape, dtype=torch.float32, device=device))
         factor.is_expert, factor.shard_dim = len(shape) == 3, shard_dim
         factor.is_partial = is_partial and shard_dim is None
@@ -295,25 +307,25 @@ class Parallel:
         return by_rank
 
     def join_on_first(self, values: list) -> list:
-        """Return the ``values`` of all ranks, in rank order, on rank 0, and [] on the others."""
+        """Return on rank 0 one list with the ``values`` of all ranks, in rank order, and [] on the other ranks."""
         by_rank: list = [None] * self.world_size if self.rank == 0 else []
         dist.gather_object(values, by_rank or None)
         return sum(by_rank, [])
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, into a new tensor on the host that is equal on every rank."""
+        """Sum ``values`` over all ranks into a new tensor on the host, which is equal on every rank."""
         total = values.detach().cpu().clone()
         dist.all_reduce(total)
         return total
 
     def max_over_ranks(self, value: float) -> float:
-        """Return the largest ``value`` of all ranks; nan if any of them is nan, which a MAX reduction would drop."""
+        """Return the largest ``value`` of all ranks, or nan if one of them is nan. A MAX reduction would drop a nan."""
         return self.gather_rows(torch.tensor([value], dtype=torch.float32)).max().item()
 
     # -------------------------------------------------------------------------------- gradients
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks, into a new tensor that is equal on every rank."""
+        """Sum ``values`` over the data-parallel ranks into a new tensor, which is equal on all of them."""
         total = values.detach().clone()
         if self.data > 1:
             dist.all_reduce(total, group=self.data_group)
@@ -322,9 +334,9 @@ class Parallel:
     def sync_gradients_(self, parameters: list[Factor]) -> None:
         """Sum every gradient, in place, over the ranks that each have a share of it.
 
-        If ``is_partial``, the tensor ranks have the whole factor, but each of them saw only a part of the tokens. If
-        ``is_expert``, a routed expert has already met the tokens of all its expert-parallel ranks, so its gradient is
-        summed over expert_data, and any other over data.
+        The gradients of routed experts are summed over expert_data, because each expert has already processed the
+        tokens of all its expert-parallel ranks. All others are summed over data. Those of ``is_partial`` factors are
+        also summed over the tensor ranks, which have the whole factor but saw only a part of the tokens each.
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -353,9 +365,9 @@ class Parallel:
 
 
 def gather(value: Tensor, size: int, group) -> Tensor:
-    """Gather ``value`` from every rank of ``group``, in rank order. With a single rank, return a view. Collective.
+    """Gather ``value`` from every rank of ``group``, in rank order. With a single rank, return a view.
 
-    (...) -> (size, ...)
+    All ranks of ``group`` call this together.  (...) -> (size, ...)
     """
     if size == 1:
         return value[None]

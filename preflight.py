@@ -10,11 +10,11 @@
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
-Without one of these options it prints the layout of the ranks and their groups, the batch equation, a rank's bytes in
-every phase, an estimate of a step's time, and a verdict. Exit code 0: the run fits. 1: it is refused, and the nearest
-layouts that fit are listed. 2: the input cannot be used. The plan does not import torch.
---groups tests and times the process groups (checks/groups.py), --operators the kernels at the model's sizes
-(checks/kernels_check.py), and --layers two layers in trainer and sampler (checks/layers_check.py).
+The first form prints the layout of the ranks and their groups, the batch equation, a rank's bytes in every phase, an
+estimate of a step's time, and a verdict. It does not import torch. Exit code 0: the run fits. 1: the run is refused,
+and the nearest layouts that fit are listed. 2: the input cannot be used.
+--groups tests and times the process groups (checks/groups.py). --operators tests and times the kernels at the model's
+sizes (checks/kernels_check.py). --layers compares two layers in trainer and sampler (checks/layers_check.py).
 """
 
 import argparse
@@ -44,7 +44,7 @@ from plan.search import Setting, Verdict, alternatives, fastest, judge, override
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
-    """Return the report as one object, in bytes and seconds. If a rule is broken, it has no groups and no bytes."""
+    """Return the report as one object, in bytes and seconds. If a rule is broken, groups and bytes are empty."""
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",
@@ -106,9 +106,10 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
 def as_text(
     verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], by_time: bool
 ) -> str:
-    """Return the report for a reader. ``started`` maps a number of ranks to the script that starts this many.
+    """Return the report as text. ``started`` maps a number of ranks to the script that starts this many.
 
-    If ``by_time`` is true, ``others`` are the fastest layouts of these ranks instead of the nearest that fit.
+    If ``by_time`` is true, ``others`` are the fastest layouts on the same number of ranks. Otherwise they are the
+    layouts that fit and are nearest to the requested one.
     """
     lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.times is not None:
@@ -151,7 +152,7 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _shared(number: int, ranks: int, kind: str, what: str) -> str:
-    """Describe how ``ranks`` share ``number`` things. With an uneven share the run works, and some ranks wait."""
+    """Describe how ``ranks`` share ``number`` things. If the shares are unequal, the run works, but some ranks wait."""
     most = -(-number // ranks)
     uneven = "" if number % ranks == 0 else f" at most (uneven: {number} / {ranks})"
     return f"{ranks} {kind}{'s' * (ranks > 1)} of {most} {what}{uneven}"
@@ -211,7 +212,7 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
-    """Return the shares of plan/update_kept.py, or none if the trainer does not compute with merged bf16 weights."""
+    """Return the shares of plan/update_kept.py, or {} if the trainer does not compute with merged bf16 weights."""
     cfg = verdict.cfg
     if cfg.merging < Merging.PASSES:
         return {}
@@ -228,7 +229,7 @@ def _kept_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:
-    """Return a change that would shorten ``phase``: the first one of a table whose condition holds."""
+    """Return a change that would shorten ``phase``, the first one in the table whose condition is true."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
     table = (
@@ -262,7 +263,7 @@ OTHER_QUESTIONS = {  # option -> its help; each option has a separate command li
 
 
 def answer(option: str, arguments: list[str]) -> int:
-    """Answer one of the other questions and return the exit code. Most of them import torch."""
+    """Run the program of ``option``, a key of OTHER_QUESTIONS, and return its exit code. Most programs import torch."""
     if option in ("--doctor", "--dry-run") and os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun, one process is enough
     if option == "--doctor":
@@ -273,8 +274,8 @@ def answer(option: str, arguments: list[str]) -> int:
         from checks import self_test
 
         return self_test.main(arguments)
-    if option == "--dry-run":  # in a separate process: it changes torch, and no installed backend may load
-        paths = str(ROOT), os.environ.get("PYTHONPATH")  # it may contain the packages
+    if option == "--dry-run":  # in a separate process, because it changes torch and must load no backend
+        paths = str(ROOT), os.environ.get("PYTHONPATH")  # PYTHONPATH may contain the packages
         environment = os.environ | {
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -324,7 +325,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Exit code 0: the run fits. 1: it is refused. 2: the input cannot be used."""
+    """Run the command. Returns 0 if the run fits, 1 if it is refused, and 2 if the input cannot be used."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for option in OTHER_QUESTIONS:
         if option in arguments:

@@ -10,7 +10,8 @@
     python report.py compare A B [C ...]            compare records, variants or run folders with the first one
     python report.py compare out/sweep-NAME         compare the variants of a sweep with the first one, by seed
 
-This needs only requirements/report.txt. For unusable input it prints one line and exits with code 2.
+The commands need only the packages of requirements/report.txt. For unusable input they print one line and exit with
+code 2.
 """
 
 import argparse
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 COMMIT = "[0-9a-f]{7,64}"
-RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # it rewrote the records; since then they only grow
+RESHAPED = "397cab3a95165335d9fda42db093c5265241bf31"  # a commit that rewrote the records; since then they only grow
 VERSIONS = ("torch", "megatron", "transformers", "numpy", "vllm", "mind")  # packages that results depend on
 
 
@@ -52,9 +53,11 @@ def quoted(text: str) -> str:
 
 @records.of_others
 def rerun_commands(record: Record, results: Path) -> str:
-    """Return shell commands that repeat the run in a new folder next to this checkout, from its weights if kept.
+    """Return shell commands that repeat the run in a new folder next to this checkout.
 
-    Another person may have written the record, so its texts are quoted. Raises InputError unless its commit is a hash,
+    If the weights from which the run started were kept, the repeat starts from them.
+
+    Someone else may have written the record, so its texts are quoted. Raises InputError unless its commit is a hash,
     its id is a name, and its command can be split into words.
     """
     for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
@@ -98,7 +101,10 @@ def rerun_commands(record: Record, results: Path) -> str:
 
 
 def rerun(results: Path, record: Record, execute: bool) -> int:
-    """Print the commands. With ``execute``, run them and compare the new run with the record. Returns the exit code."""
+    """Print the commands that repeat a run, and return the exit code.
+
+    If ``execute`` is true, run them and compare the new run with the record.
+    """
     commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
     if not execute:
@@ -111,10 +117,10 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
 
 
 def repeat(a: Record, b: Record) -> tuple[str, int]:
-    """Compare a run and its repeat, and return a sentence and the exit code; "" for another configuration or layout.
+    """Compare a run and its repeat, and return a sentence and the exit code.
 
-    On a CPU, the same configuration, layout, versions and processor must give the same bytes. Anything else is a
-    defect.
+    If configuration or layout differ, ``b`` is no repeat, and the sentence is "". On a CPU, the same configuration,
+    layout, versions and processor must give the same bytes. Anything else is a defect.
     """
     if changed_keys(a.config, b.config) or records.differing(a, b):
         return "", 0
@@ -168,9 +174,10 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
 
 @records.of_others
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
-    """Compare a repeat byte for byte, and other runs with intervals. Returns 1 if a repeat differs without a reason.
+    """Compare a repeat byte for byte, and other runs with intervals.
 
-    By default, ``kind`` is the sampled answers, or the greedy ones if no run has sampled answers.
+    Returns 1 if a repeat differs without an allowed reason, otherwise 0. By default, the sampled answers are compared,
+    or the greedy ones if no run has sampled answers.
     """
     import pandas
 
@@ -212,7 +219,7 @@ def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], k
 def show(args: argparse.Namespace) -> None:
     """Print a view of a run."""
     text = "\n".join(view(args.run, args)).strip() or "no completion matches"
-    print(printable(text, kept="\n\t"))  # a model may write anything
+    print(printable(text, kept="\n\t"))  # a model's text may contain control characters
 
 
 def whole_number(text: str) -> int:
@@ -224,7 +231,7 @@ def whole_number(text: str) -> int:
 
 @records.of_others
 def view(run: Path, args: argparse.Namespace) -> list[str]:
-    """Return the lines of the view of ``run`` that the options ask for."""
+    """Return the lines of the view of ``run`` that the options choose."""
     kind, number = ("step", args.step) if args.eval is None else ("eval", args.eval)
     if args.diff:
         sides = [(run, int(name)) if name.isdecimal() else (Path(name), look.LAST) for name in args.diff]
@@ -255,8 +262,8 @@ def check(results: Path, page: Path, revision: str) -> int:
 def changed_records(results: Path, revision: str) -> list[str]:
     """Return a sentence for each file of records that was changed or removed since ``revision``, by default HEAD.
 
-    The working tree, each commit, and a merge's changes to its first parent count. Raises InputError if there is no
-    such revision.
+    The changes in the working tree and in each commit since then count. For a merge, these are the changes to its first
+    parent. Raises InputError if ``revision`` does not exist.
     """
 
     def git(*arguments: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,7 @@
 """Scores a completion of GSM8K: strings in, a float out. A model's text is searched, never evaluated.
 
 The method strict reads GSM8K's own form, the number after the last '####'. The other six methods give the same scores
-as other projects, including their faults, so that numbers can be compared: verl_strict and verl_flexible (verl's gsm8k
+as other projects, including their faults, so that results can be compared: verl_strict and verl_flexible (verl's gsm8k
 score), openai (grade-school-math), lm_eval_strict and lm_eval_flexible (lm-evaluation-harness, gsm8k version 3),
 base_acc (MindSpeed-RL). Every search takes linear time.
 """
@@ -15,9 +15,9 @@ EOS_TEXTS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|end_of_text
 
 # [0-9] instead of \d allows only ASCII digits. Either all thousands commas are in the right place, or there are none.
 NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-# Spaces, bold or code marks, and a dollar sign may stand between the marker and the number, or a letter or nothing.
+# Between the marker and the number there may be spaces, bold or code marks, a sign, and a dollar sign.
 MARKED = re.compile(rf"(?<!#)####[ \t*_`]*(?:\\?\$[ \t]*)?([-+]?)(?:\\?\$[ \t]*)?({NUMBER})")
-ALONE = re.compile(r"(?![^\W_])[^\d\r\n]*(?=[\r\n]|$)")  # no letter touches the number, and its line has no other digit
+ALONE = re.compile(r"(?![^\W_])[^\d\r\n]*(?=[\r\n]|$)")  # no letter follows directly, and no digit in the same line
 
 FIELD_MARKED = re.compile(r"#### (-?[0-9.,]+)")
 VERL_NUMBER = re.compile(r"(?!\.(?![0-9.,]))-?[0-9.,]+")  # a single dot is not a number
@@ -33,7 +33,7 @@ SEARCHES = {  # method: pattern, part of the response to search, match to use, w
 }
 METHODS = ("strict", *SEARCHES, "base_acc")
 ANY_NUMBER = ("lm_eval_flexible", "verl_flexible")
-READERS = {  # an answer form in the words of instructions: the methods that read it
+READERS = {  # maps the marker of an answer form, as instructions name it, to the methods that read it
     "####": ("strict", "verl_strict", "openai", "lm_eval_strict", *ANY_NUMBER),
     "\\boxed": ("math", "base_acc", *ANY_NUMBER),
     "Answer:": ANY_NUMBER,
@@ -51,7 +51,10 @@ BOXED_NOISE = re.compile(
 
 
 def gold_answer(answer_field: str) -> str:
-    """Return the text after '#### ' in a data set's answer field, without commas. Raises ValueError without one."""
+    """Return the text after the last '#### ' in a data set's answer field, without commas.
+
+    Raises ValueError if there is none.
+    """
     _, marker, final = answer_field.rpartition("#### ")
     final = final.replace(",", "").strip()
     if not marker or not final:
@@ -62,8 +65,8 @@ def gold_answer(answer_field: str) -> str:
 def score(response: str, gold: str, method: str = "strict") -> float:
     """Return 1.0 if the method finds the gold answer in the response, otherwise 0.0.
 
-    ``gold`` is the result of gold_answer. Raises ValueError for an unknown method, and with strict for a gold answer
-    that is not one number, because every response would then score 0.
+    ``gold`` is the result of gold_answer. Raises ValueError for an unknown method. The method strict also raises it if
+    ``gold`` is not one number, because every response would then score 0.
     """
     found = extract(response, method)
     if method == "strict":
@@ -77,10 +80,10 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 
 
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
-    """Turn a data set's worked answer into a response in the form that ``method`` reads. It must score 1.
+    """Return a data set's worked answer as a response in the form that ``method`` reads.
 
     verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM. ``boxed`` is true
-    if the prompt asks for a box.
+    if the prompt asks for a box. The response must score 1.
     """
     gold = gold_answer(answer_field)
     worked, _, final = answer_field.rpartition("#### ")
@@ -112,7 +115,7 @@ def extract(response: str, method: str = "strict") -> str | None:
 
 
 class Box(NamedTuple):
-    """A \\boxed{...} in a text, including the braces inside it, or a number after \\boxed without braces."""
+    """A \\boxed{...} in a text, which may contain other braces, or a number after \\boxed without braces."""
 
     content: str
     start: int  # the position of \\boxed in the text
@@ -135,13 +138,13 @@ def boxes(text: str) -> list[Box]:
 
 # --------------------------------------------------------------------------------------------------------------- strict
 def _strict_answer(response: str) -> str | None:
-    """Return the number after the last '####' with a number, in a form that Decimal reads, or None.
+    """Return the number after the last '####' that a number follows, in a form that Decimal reads, or None.
 
     This is GSM8K's own form. A response ends at its first end-of-text mark. Spaces, bold or code marks, a sign and '$'
-    may precede the number. Words after it are ignored, as OpenAI's pattern does, even if they change its value (18
+    may precede the number. Words after it are ignored, as in OpenAI's pattern, even if they change its value (18
     thousand). A marker without a number, such as a heading, is ignored. If two markers have different numbers, the last
-    one counts. There is no answer if the line of that number has another digit after it (18 or 19, 18/19, 1,5), or if a
-    letter touches it (18k).
+    one counts. There is no answer if a letter follows this number directly (18k), or if its line has another digit
+    after it (18 or 19, 18/19, 1,5).
     """
     ends = [end for end in (response.find(text) for text in EOS_TEXTS) if end >= 0]
     text = response[: min(ends, default=None)]
@@ -154,7 +157,10 @@ def _strict_answer(response: str) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------- other projects
 def _lm_eval_text(text: str) -> str:
-    """Return the text after the last '#### ' without commas, '$' and a final dot, as lm-evaluation-harness does."""
+    """Return the text after the last '#### ' in lower case, without commas, '$' and a final dot.
+
+    lm-evaluation-harness compares these texts.
+    """
     return re.sub(r"\.$", "", text.replace(",", "").replace("$", "").rpartition("#### ")[2]).lower()
 
 
@@ -180,11 +186,11 @@ def _boxed_answer(response: str) -> str | None:
 
 
 def _boxed_value(text: str) -> float | str:
-    """Return the value that base_acc compares: the cleaned text, or its number if it is one.
+    """Return the value that base_acc compares: the cleaned text, or a float if this text is a number.
 
     MindSpeed-RL also lets a symbolic parser compare two texts, but not if one of them is a whole number and the other
-    is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. The results
-    can differ only for unusual LaTeX around a number.
+    is not a number. All gold answers of GSM8K are whole numbers, so we need no parser. Our results can differ from
+    MindSpeed-RL's only for unusual LaTeX around a number.
     """
     name, equals, value = text.partition("=")
     if equals and len(name) <= 2 and "=" not in value:  # x = 18

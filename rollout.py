@@ -39,7 +39,7 @@ Scoring = Callable[[Sequence[tuple[Question, Completion]]], list[Score]]
 
 
 class Sampled(NamedTuple):
-    """The result of sampling in one step. Without dynamic sampling there is a single round, and it is the batch."""
+    """The result of sampling in one step. Without dynamic sampling, the batch is the only round."""
 
     batch: Rollout  # the sequences to train on
     completions: list[list[Completion]]  # the part of the batch that this rank sampled, as the engine returned it
@@ -61,13 +61,14 @@ def sample_step(
     *,
     environment: Environment | None = None,
 ) -> Sampled:
-    """Sample and score ``step``, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
+    """Sample and score a step, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
 
     Each round replaces the groups that are all right or all wrong with groups for questions that the step has not asked
-    yet. If too few such questions are left, the last groups stay; so do groups that are still equal after the last
-    round. The questions and samples depend on the seed, the step, the round and the earlier outcomes. All ranks know
-    these, so they take the same rounds and call engines that sample in lockstep equally often. The rank that
-    owns a prompt also samples the groups that replace it, so in later rounds the replicas can have unequal work.
+    yet. If too few such questions are left, the last of these groups stay. Groups that are still all right or all wrong
+    after the last round stay too. The questions and samples depend on the seed, the step, the round and the earlier
+    outcomes. All ranks know these, so they make the same rounds, and engines that sample in lockstep are called equally
+    often. The rank that owns a prompt also samples the groups that replace it, so in later rounds the replicas can have
+    unequal work.
     """
     settings = cfg.rollout
     draw = functools.partial(
@@ -142,10 +143,10 @@ def sample(
     routed_experts: bool = False,
     environment: Environment | None = None,
 ) -> tuple[Rollout, list[list[Completion]], list[Row]]:
-    """Sample and score G completions of each question.
+    """Sample and score G completions for each question.
 
-    Returns the completions of all ranks on every rank, this rank's completions as the engine returned them, and a row
-    for each of this rank's completions.
+    Returns the completions of all ranks as a Rollout, this rank's completions as the engine returned them, and a row
+    for each of this rank's completions. Every rank calls this together.
     The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
     round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
     get completions, and the rows of the others are 0.
@@ -176,9 +177,10 @@ def gather_answers(
 ) -> dict[str, Any]:
     """Return the fields of a Rollout of ``count`` prompts, from all ranks' ``answers`` and their ``scores``.
 
-    An answer is the index of its prompt, its number in the group, and a completion. Rows without an answer are 0.
-    Collective: each rank sends one message of integers and one of fp32 numbers. The shapes must be equal on every rank,
-    so they follow replica 0, which has the most prompts. A token t of the environment is sent as ~t, which is negative.
+    An answer is a tuple of the index of its prompt, its number in the group, and a completion. Rows without an answer
+    are 0. Every rank calls this together, and sends one message of integers and one of fp32 numbers. The shapes must be
+    equal on every rank, so they are those of replica 0, which has the most prompts. A token t of the environment is
+    sent as ~t, which is negative.
     """
     longest = settings.max_new_tokens
     replicas = parallel.world_size // settings.tensor
@@ -214,7 +216,8 @@ def score_completions(
 ) -> list[Score]:
     """Score each completion as an answer to its question, with tasks/scoring.py.
 
-    The text does not include the stop token. It begins with the opened_thinking of the prompt, if there is one.
+    The scored text does not include the stop token. It begins with the `<think>` at the end of the prompt, if there is
+    one (see opened_thinking).
     """
     calls = []
     for question, completion in answers:
@@ -226,7 +229,10 @@ def score_completions(
 
 
 def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the `<think>` that a chat template put at the end of the prompt, and the spaces after it; otherwise ""."""
+    """Return the `<think>` at the end of the prompt with the whitespace after it, or "" if there is none.
+
+    Some chat templates put it there.
+    """
     end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
     return end[0] if end else ""
 
@@ -239,8 +245,8 @@ def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
 def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     """Sort the gathered results of all ranks into the order of the prompts.  (ranks, own, ...) -> (count, ...)
 
-    Each row of ``by_rank`` has one rank's results for its own_prompts. The ``tensor`` ranks of a replica have the same
-    results.
+    Each row of ``by_rank`` has one rank's results for the prompts of own_prompts. The ``tensor`` ranks of a replica
+    have the same results.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
 
@@ -248,8 +254,8 @@ def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
 def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion]], scores: list[Score]) -> list[Row]:
     """Return the row that a run stores for each of ``answers``, with its score.
 
-    An answer is the index of its prompt, its number in the group, and a completion. `of_step` adds values that only the
-    trainer knows.
+    An answer is a tuple of the index of its prompt, its number in the group, and a completion. `of_step` adds values
+    that only the trainer knows.
     """
     rows = []
     for (prompt, sample, one), score in zip(answers, scores, strict=True):
@@ -280,9 +286,9 @@ def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion
 
 
 def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor], parallel: Parallel) -> list[Row]:
-    """Return the rows of all ranks as by_prompt does, with rewards, advantages (P, G) and Learner.teacher_kl added.
+    """Return the rows of all ranks as by_prompt does, and add rewards, advantages (P, G) and Learner.teacher_kl.
 
-    A group that dynamic sampling has dropped precedes the group that replaced it. Collective.
+    A group that dynamic sampling has dropped precedes the group that replaced it. Every rank calls this together.
     """
     rows = by_prompt(sampled.rows, sampled.batch.ranks_alike, parallel)
     trained = [one for one in rows if not one["dropped"]]  # in the order of the sequences
@@ -295,13 +301,16 @@ def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor],
 
 
 def by_prompt(rows: list[Row], tensor: int, parallel: Parallel) -> list[Row]:
-    """Return the rows of all ranks on rank 0, in the order of the prompts, and [] on other ranks. Collective."""
+    """Return on rank 0 the rows of all ranks in the order of the prompts, and [] on other ranks.
+
+    Every rank calls this together.
+    """
     sends = parallel.rank % tensor == 0  # other ranks of the replica have the same rows
     return sorted(parallel.join_on_first(rows if sends else []), key=operator.itemgetter("prompt"))
 
 
 def part_means(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean of each number among the reward's parts, over the trained completions that have this part."""
+    """Return the mean of each numeric part of the reward, over the trained completions that have this part."""
     found = collections.defaultdict(list)
     for one in rows:
         for name, part in one["parts"].items():
@@ -311,7 +320,10 @@ def part_means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def metrics(sampled: Sampled) -> dict[str, float]:
-    """Compute the metrics of a step's rollout, from the first round where the selection of groups would bias them."""
+    """Compute the metrics of a step's rollout.
+
+    Metrics that the selection of groups would bias are computed from the first round only.
+    """
     batch, first = sampled.batch, sampled.first
     lengths = torch.tensor(batch.sampled_lengths, dtype=torch.float64)
     equal = batch.rewards.amax(dim=1) == batch.rewards.amin(dim=1)
@@ -335,7 +347,7 @@ def metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def environment_metrics(batch: Rollout, first: Rollout) -> dict[str, float]:
-    """Compute the metrics environment/..., averaged over the completions; {} if the environment gave no answer."""
+    """Compute the metrics environment/..., averaged over the completions, or {} if the environment gave no answer."""
     given = torch.tensor(batch.lengths) - torch.tensor(batch.sampled_lengths)
     if not (given.any() or first.out_of_turns.any()):
         return {}

@@ -1,6 +1,6 @@
 """Trains each variant with each seed, in parallel, on Ray or on this machine.
 
-    python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     use Ray, local or at --address of a cluster
+    python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     use Ray here, or the cluster at --address
     python sweep.py configs/sweeps/stale.yaml --local                     use no Ray, and run as many jobs as CPUs allow
     python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each job and start nothing
 
@@ -78,7 +78,7 @@ class Job(NamedTuple):
 
     name: str
     cfg: Config
-    arguments: list[str]  # of torchrun: the script and its arguments
+    arguments: list[str]  # torchrun's arguments: the script and its own arguments
     processes: int
 
     def look(self) -> tuple[Path | None, str]:
@@ -101,9 +101,10 @@ class Job(NamedTuple):
 
 
 def read_sweep(path: Path, extra: list[str]) -> tuple[Sweep, list[Job]]:
-    """Return the sweep and its jobs, all variants of a seed before the next seed, so that pairs are complete early.
+    """Return the sweep and its jobs.
 
-    Raises InputError for the first configuration with a fault.
+    All variants of a seed come before the next seed, so that pairs of runs are complete early. Raises InputError for
+    the first job whose configuration is not valid.
     """
     sweep = validated(Sweep, read_file(path), path)
     if len(set(sweep.seeds)) < len(sweep.seeds):
@@ -136,7 +137,7 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
 
 
 def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None = None) -> str:
-    """Train, and start a failed training again, until ``stop`` is set.
+    """Run a training job, and start it again up to ``retries`` times if it fails. When ``stop`` is set, end it.
 
     Returns the result of the run, or "failed: " and the reason. The output goes to FOLDER/NAME.log.
     """
@@ -168,8 +169,8 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
 def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
     """Start torchrun. It inherits the lock and keeps it as long as it runs, even if the sweep ends earlier.
 
-    The environment is that of the run_*.sh scripts for the device of the configuration. On an NPU it keeps PYTHONPATH,
-    because CANN adds its packages there.
+    The environment is that of the run_*.sh scripts for the device of the configuration. On an NPU or a GPU it keeps
+    PYTHONPATH, because CANN adds its packages there.
     """
     command = [
         sys.executable,
@@ -192,7 +193,7 @@ def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
 
 
 def last_error(output: bytes) -> str:
-    """Return the line of a training's output that gives the reason for its end."""
+    """Return the line of a training run's output that gives the reason for its end."""
     lines = output.decode(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"error: |stopped: |[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["no output"])[-1]
@@ -208,7 +209,7 @@ Submit = Callable[[Job, Path, int], Future]  # takes run_job's arguments and ret
 def local(resources: dict[str, int]) -> Iterator[Submit]:
     """Run jobs in threads in this block: side by side if they reserve only CPUs, otherwise one after another.
 
-    The end of the block ends the training runs that it has started, and no other process.
+    The end of the block ends the training runs that were started in it, and no other process.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(jobs_at_once(resources, usable_cores()))
@@ -220,7 +221,7 @@ def local(resources: dict[str, int]) -> Iterator[Submit]:
 
 
 def jobs_at_once(resources: dict[str, int], cores: int) -> int:
-    """Return how many jobs this machine runs side by side: one if a job reserves more than CPUs, such as NPUs."""
+    """Return how many jobs this machine runs side by side: one if a job reserves anything but CPUs, such as NPUs."""
     needed = resources.get("CPU", 0)
     return max(1, cores // needed) if needed and set(resources) == {"CPU"} else 1
 
@@ -262,7 +263,7 @@ def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
 
 
 def run_sweep(jobs: list[Job], submit: Submit, folder: Path, retries: int) -> dict[str, str]:
-    """Run the jobs that are not finished, and return the reasons of failed jobs by name."""
+    """Run the jobs that are not finished, and return the reason of each failed job by its name."""
     write_index(jobs, folder)
     failed: dict[str, str] = {}
     started = {submit(job, folder, retries): job.name for job in jobs if not job.look()[1]}
@@ -290,7 +291,7 @@ def write_index(jobs: list[Job], folder: Path) -> None:
 
 
 def print_list(jobs: list[Job]) -> None:
-    """Print the steps of every job."""
+    """Print the state, the number of finished steps, the ranks and the arguments of every job."""
     for job in jobs:
         run, result = job.look()
         steps = len(read_lines(run / "metrics.jsonl")) if run else 0
@@ -299,13 +300,17 @@ def print_list(jobs: list[Job]) -> None:
 
 
 def interrupt(number: int, frame: object) -> NoReturn:
-    """Interrupt the main thread as Ctrl-C does, with the number of the signal."""
+    """Raise KeyboardInterrupt with the number of the signal, as Ctrl-C does."""
     raise KeyboardInterrupt(number)
 
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns 0 if all jobs are finished, 1 if some failed, 2 for unusable input, 128 + a signal."""
+    """Run the command, and return the exit code.
+
+    It is 0 if all jobs are finished, 1 if some failed, and 2 for unusable input. After a signal, it is 128 + the
+    signal's number.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for all jobs")

@@ -4,7 +4,8 @@
     python train_grpo.py CONFIG [section.key=value ...] --check [--ranks N]     check the input and stop
 
 GRPO: arXiv 2402.03300. The reference policy of the KL penalty is the model with its LoRA adapters switched off.
-The random numbers of questions, samples and noise depend only on (seed, step), and with dynamic sampling on outcomes.
+The random numbers for questions, samples and noise depend only on (seed, step). With dynamic sampling, they also
+depend on the outcomes of earlier rounds.
 """
 
 import sys
@@ -58,7 +59,7 @@ def launch(cfg: Config) -> None:
 
 
 def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, weight_sync.Push]:
-    """Create the parts of a run, each from the earlier ones. Collective."""
+    """Create the parts of a run, each from the earlier ones. Every rank calls this together."""
     cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
@@ -83,7 +84,7 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
 
 
 def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) -> None:
-    """Train for cfg.train.steps steps. Collective."""
+    """Train for cfg.train.steps steps. Every rank calls this together."""
     cfg, parallel, inputs = run.cfg, run.parallel, run.inputs
     if run.first_step == 0:
         run.evaluate(engine, after_steps=0)

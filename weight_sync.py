@@ -1,4 +1,4 @@
-"""Sends the policy to the engine (step 1): at first the whole model, then what training changes, with AQN noise.
+"""Sends the policy to the engine (step 1): first the whole model, later the tensors that training or AQN changes.
 
 If rollout.sync is adapter, the engine keeps the base weights and gets the LoRA factors. If it is merged, the engine
 gets whole weights with LoRA merged into them. Every push starts from the clean weights, so noise never accumulates.
@@ -36,7 +36,10 @@ Stream = Iterator[tuple[str, Tensor]]
 
 
 class Tensors(Way):
-    """The engine gets whole tensors with LoRA merged, which every rank gathers from all ranks. Collective."""
+    """The way in which the engine gets whole tensors with LoRA merged.
+
+    Every rank gathers them from all ranks, so all ranks call the methods together.
+    """
 
     def __init__(self, cfg: Config, policy: Policy) -> None:
         parallel = policy.parallel
@@ -44,10 +47,10 @@ class Tensors(Way):
         self.policy = policy
 
     def make_room(self) -> None:
-        """Leave the device to the engine, which is opened next. Merged experts are shared after the first push."""
+        """Do nothing before the engine is opened, because merged experts are shared only after the first push."""
 
     def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
-        """Yield the tensors that load_weights takes. For ``only`` and ``experts`` see huggingface.export."""
+        """Yield the tensors for Engine.load_weights. For ``only`` and ``experts`` see huggingface.export."""
         of = self.policy
         return huggingface.export(of.model, of.arch, of.parallel, only=only, experts=experts)
 
@@ -63,7 +66,10 @@ class Tensors(Way):
 
 
 class Shards(Tensors):
-    """Every rank copies its own shards into its engine, without communication (rollout.expert_parallel)."""
+    """The way in which every rank copies its own shards into its engine, without communication.
+
+    It is used with rollout.expert_parallel.
+    """
 
     def tensors(self, only: set[str] | None = None, experts: bool = True) -> Stream:
         of = self.policy
@@ -71,10 +77,13 @@ class Shards(Tensors):
 
 
 class Factors(Tensors):
-    """The engine keeps the base weights and gets the LoRA factors, whole (rollout.sync adapter). Collective."""
+    """The way in which the engine keeps the base weights and gets whole LoRA factors (rollout.sync adapter).
+
+    All ranks call the methods together.
+    """
 
     def make_room(self) -> None:
-        """Keep the experts on the host until they are shared, so that the device never stores them twice."""
+        """Move the experts to the host until they are shared, so that the device never stores them twice."""
         if not self.shares(adapted=True):
             return
         for module in self.policy.model.modules():
@@ -97,7 +106,7 @@ class Factors(Tensors):
 
 
 def way_of(cfg: Config, policy: Policy) -> Tensors:
-    """Choose the way in which the policy of a run goes to its engine."""
+    """Return the way in which the policy of a run goes to its engine."""
     if cfg.merging is Merging.NOWHERE:
         return Factors(cfg, policy)
     return Shards(cfg, policy) if cfg.rollout.expert_parallel else Tensors(cfg, policy)
@@ -128,7 +137,10 @@ class Push:
             self.model.to(self.parallel.device)
 
     def _usable_stacks(self) -> dict[str, Stack]:
-        """Return the engine's stacks if every rank has those that the plan assumes, otherwise {}. Collective."""
+        """Return the engine's stacks if every rank has those that the plan assumes, otherwise {}.
+
+        Every rank calls this together.
+        """
         if not self.way.fills_stacks:
             return {}
         expected = range(self.arch.num_experts)
@@ -139,9 +151,10 @@ class Push:
         return stacks if all(self.parallel.gather_objects(as_planned)) else {}
 
     def _fits(self) -> bool:
-        """Return whether the memory of every engine has the experts that were pushed to it. Collective.
+        """Return whether the memory of every engine contains the experts that were pushed to it.
 
-        If it does not, the memory has another layout. Experts that the trainer stores quantised are not compared.
+        If one does not, its memory has another layout. Experts that the trainer stores quantised are not compared.
+        Every rank calls this together.
         """
         fits = True
         for name, linear in self._experts() if self.stacks else ():
@@ -153,11 +166,11 @@ class Push:
         return not self.parallel.max_over_ranks(float(not fits))
 
     def _share_experts(self) -> int:
-        """Let the trainer use the engine's memory of the experts that the way shares. Returns the number of bytes.
+        """Make the trainer use the engine's memory for experts that the way shares. Returns the number of shared bytes.
 
-        With experts that are merged, the trainer then computes with the weights that the engine samples with. For
-        frozen experts, the engine's memory replaces the trainer's. Without `stacks`, no rank shares anything, and the
-        engines get their experts by name.
+        If the experts are merged, the trainer then computes with the same weights as the engine. If they are frozen,
+        the engine's memory replaces the trainer's. Without `stacks`, no rank shares anything, and the engines get their
+        experts by name.
         """
         own, shared_bytes = huggingface.own_experts(self.arch, self.parallel), 0
         for name, linear in self._experts() if self.stacks else ():
@@ -180,17 +193,17 @@ class Push:
                     yield f"model.layers.{i}.{module.fused}", layer.get_submodule(module.megatron[: -len(".weight")])
 
     def _for_engine(self, local: Tensor) -> Tensor:
-        """Turn this rank's experts into the engine's stack: the same experts, or those of all ranks. Collective."""
+        """Return the engine's stack: this rank's experts, or those of all ranks. Every rank calls this together."""
         if self.way.splits_as_trainer:
             return local
         return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
 
     def tensors(self, only: set[str] | None = None) -> Stream:
-        """Yield the tensors that the engine takes, without the routed experts if `stacks` brings them to it."""
+        """Yield the tensors for the engine, without the routed experts if the engine gets those through `stacks`."""
         return self.way.tensors(only, experts=not self.stacks)
 
     def merged_stacks(self) -> Stream:
-        """Yield the merged stacks of the experts that LoRA adapts. Collective."""
+        """Yield the merged stacks of the experts that LoRA adapts. Every rank calls this together."""
         for name, linear in self._experts():
             if isinstance(linear, LoRAGroupedLinear):
                 yield name, self._for_engine(linear.weight())
@@ -198,7 +211,7 @@ class Push:
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, even after pushing the policy again.
 
-        This finds a shard in the wrong position, order or layout, and a captured graph that reads old memory.
+        This finds a shard in the wrong position, order or layout, or a captured graph that reads old memory.
         """
         if not self.cfg.checks.stops("logp_gap"):
             return
@@ -214,20 +227,20 @@ class Push:
             self.clean()
 
     def clean(self) -> None:
-        """Push the trainer's policy: W + (alpha / R) B A, with the norms without noise."""
+        """Push the trainer's policy, W + (alpha / R) B A, without noise on the norms."""
         self._push_policy()
 
     def differing_layer(self, probe: list[int], bound: float) -> str:
-        """Push once more, and return the layer in which sampler and trainer differ by more than ``bound``."""
+        """Push again, and name the first layer in which sampler and trainer differ by more than ``bound``."""
         self.clean()
         return self.probe.first_differing_layer(probe, bound)
 
     def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
         """Push the policy for sampling at ``step`` (from 0), with noise, and return metrics.
 
-        The clean policy is pushed first. The checksum is the sum of the adapted tensors, or of the LoRA factors,
-        without noise; with rollout.expert_parallel, of this rank's shards only. ``probe`` is a prompt on which two
-        effects of the noise are measured.
+        The clean policy is pushed first. sync/checksum is the sum of the elements of all adapted tensors, or of the
+        LoRA factors, without noise. With rollout.expert_parallel, it is the sum of this rank's shards only. The
+        effects of the noise are measured on the prompt ``probe``.
         """
         checksum, targets = self._push_policy()
         metrics = {"sync/checksum": checksum} | self.policy.update_kept()
@@ -239,10 +252,10 @@ class Push:
         """Push ``targets`` with the noise of ``step``, after the clean policy, and return metrics.
 
         Two metrics are measured on the prompt ``probe``. aqn/probe_gap, in nats per token and before the noise, shows
-        whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine: it is
-        the largest change of a token's log-prob, at temperature FLAT and after half of the prompt, and exactly 0 if the
-        engine ignores the noise. Each is the worst value of any rank, so all ranks check the same numbers. Raises
-        AqnError if the noise differs from the requested noise.
+        whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine. It is
+        the largest change of a token's log-prob, at temperature FLAT and after half of the prompt. If the engine
+        ignores the noise, it is exactly 0. Each metric is the worst value of any rank, so all ranks check the same
+        numbers. Raises AqnError if the noise differs from the requested noise.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(
@@ -298,7 +311,10 @@ class Push:
             ) from None
 
     def _summed(self, stream: Stream, sums: list[Tensor], targets: dict[str, Tensor]) -> Stream:
-        """Pass ``stream`` on. Add tensors that noise changes to ``targets``, and the sums of all others to ``sums``."""
+        """Yield ``stream`` unchanged, while filling ``targets`` and ``sums``.
+
+        Tensors that noise changes are added to ``targets``, and the sums of all others to ``sums``.
+        """
         for name, tensor in stream:
             if name in self.clean_norms:
                 targets[name] = tensor
@@ -308,5 +324,5 @@ class Push:
 
 
 def _total(sums: list[Tensor]) -> float:
-    """Add up scalars in fp64 on the host, waiting for the device once instead of once per scalar."""
+    """Return the sum of scalars in fp64, on the host. It waits for the device once instead of once per scalar."""
     return torch.stack(sums).cpu().double().sum().item() if sums else 0.0

@@ -1,8 +1,8 @@
-"""What both sides of the benchmark share: the model, the cases and their configuration.
+"""Defines the model, the cases and their configuration, which both sides of the benchmark share.
 
 The model is a tiny Qwen3-MoE with 1.9 M parameters, or SmolLM2-135M as a mixture of experts (weights/smol_model.py). A
-step samples 8 completions of 8 prompts (SmolLM2: of 4), all of the same length. The cases differ in the model, in the
-trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
+step samples 8 completions, all of the same length, for each of 8 prompts (with SmolLM2, 4 prompts). The cases differ in
+the model, in the trained modules and in the number of sampled tokens. TRL gets the same sizes as JSON.
 This file adds the folder of the repository to sys.path, so the benchmarks import it before the files of the repository.
 """
 
@@ -25,16 +25,16 @@ SMOL = "models/smollm2_moe"
 
 
 class Case(NamedTuple):
-    """The modules that have adapters, the rank of the adapters, and the number of tokens of every completion."""
+    """A case: the modules with adapters, their rank, the tokens per completion, the prompts per step, and the model."""
 
     targets: tuple[str, ...]
     rank: int
     new_tokens: int
     prompts: int = PROMPTS
-    smol: bool = False  # SmolLM2 instead of the tiny model, which the benchmark makes
+    smol: bool = False  # whether the model is SmolLM2 instead of the tiny model, which the benchmark creates
 
     def model(self, work: Path) -> Path:
-        """The folder of the model."""
+        """Return the folder of the model."""
         return ROOT / SMOL if self.smol else work / "model"
 
 
@@ -50,7 +50,7 @@ TINY = [name for name, case in CASES.items() if not case.smol]
 
 
 def config(case: Case, work: Path) -> Config:
-    """A run of ``case`` in ``work``: every step uses all its questions."""
+    """Return the configuration of a run of ``case`` in ``work``. Every step asks all of its questions."""
     tree: dict = {
         "name": "bench",
         "device": "cpu",
@@ -63,7 +63,7 @@ def config(case: Case, work: Path) -> Config:
             "num_test": 1,
         },
         "rollout": {"prompts_per_step": case.prompts, "group_size": GROUP, "max_new_tokens": case.new_tokens},
-        "reward": {"check_gold": False},  # the benchmark's reward accepts no right answer
+        "reward": {"check_gold": False},  # the benchmark's reward does not look at the gold answers
         "lora": {"targets": case.targets, "rank": case.rank, "alpha": 2.0 * case.rank},
         "loss": {"kl_coef": KL_COEF},
         "optim": {"lr": LEARNING_RATE, "warmup_steps": 0, "prompts_per_update": case.prompts},
@@ -83,5 +83,8 @@ def config(case: Case, work: Path) -> Config:
 
 
 def reward(text: str) -> float:
-    """A number that depends on every character, so that rewards differ within a group and no advantage is 0."""
+    """Return a number that depends on every character.
+
+    So rewards differ within a group, and no advantage is 0.
+    """
     return sum(map(ord, text)) % 100 / 100

@@ -1,13 +1,14 @@
-"""A whole training step against TRL's GRPOTrainer: same model, questions, adapters and forced token counts, in turn.
+"""Compares whole training steps with TRL's GRPOTrainer: same model, questions, adapters and completion lengths.
 
     python benchmarks/bench_step.py [--cases NAME ...] [--steps 10]
     python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
 Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
-affects both. The figures are medians of CPU seconds. Before the timed steps, the trainer computes log-probs and the
-loss of the completions that TRL sampled in its first step; both must agree. TRL runs in .venv-bench, which
-launch/setup_cpu.sh makes from requirements/bench.txt. TORCH_INDEX in the environment is its source of torch without
-CUDA. out/bench_step.json keeps the figures, the commit and the machine; it is written when a case ends.
+affects both. The figures are medians of CPU seconds. Before the timed steps, our trainer computes the log-probs and the
+loss of the completions that TRL sampled in its first step, and these must agree with TRL's. TRL runs in .venv-bench,
+which launch/setup_cpu.sh creates from requirements/bench.txt. The environment variable TORCH_INDEX may name the package
+index for torch without CUDA. After each case, the figures, the commit and the machine are written to
+out/bench_step.json.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from runlog.run_record import cpu_name, git_state
 
 HERE = Path(__file__).parent
 LOGP_BOUND, LOSS_BOUND = 1e-5, 1e-6  # in nats; the loss is a mean of numbers near 1
-SMOL_BOUND = 1e-4  # in place of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
-# With PYTHON, VENV and TORCH_INDEX.
+SMOL_BOUND = 1e-4  # instead of LOGP_BOUND, for 30 layers instead of 4 and 49,152 tokens instead of 512
+# A bash script that reads PYTHON, VENV and TORCH_INDEX from its environment.
 SET_UP = "set -euo pipefail; source launch/setup_cpu.sh; set_variables; set_up bench"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in launch/cpu.sh
 
@@ -63,7 +64,10 @@ class Peer:
 
 
 def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
-    """For each peer the records of ``steps`` steps, after one that warms up. The peers take turns, and end."""
+    """Let the peers take turns step by step, and return the records of ``steps`` steps for each peer.
+
+    One more step comes first, as a warm-up. At the end the peers are closed.
+    """
     rounds = [[peer.ask("step") for peer in peers] for _ in range(1 + steps)]
     for peer in peers:
         peer.close()
@@ -71,7 +75,7 @@ def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
 
 
 def our_peer(name: str, work: Path) -> Peer:
-    """Our trainer, which makes the model and the adapter in ``work``."""
+    """Start our trainer, which creates the model and the adapter in ``work``."""
     return Peer([sys.executable, str(HERE / "our_side.py"), name, str(work)], work / f"ours_{name}.log")
 
 
@@ -88,7 +92,10 @@ def trl_command(name: str, work: Path, python: Path, questions: list[str]) -> li
 
 
 def trl_python() -> Path:
-    """The interpreter of .venv-bench. launch/setup_cpu.sh makes it if it is incomplete; its errors end this program."""
+    """Return the Python of .venv-bench, which launch/setup_cpu.sh creates or completes first.
+
+    If the script fails, this program ends with the script's exit code.
+    """
     environment = {"TORCH_INDEX": TORCH_INDEX} | os.environ | {"PYTHON": sys.executable, "VENV": ".venv-bench"}
     if code := subprocess.run(["bash", "-c", SET_UP], cwd=cases.ROOT, env=environment, stdout=sys.stderr).returncode:
         sys.exit(code)
@@ -96,7 +103,10 @@ def trl_python() -> Path:
 
 
 def check_equal_work(name: str, agreed: dict) -> None:
-    """AssertionError unless both agree on the log-probs and the loss of TRL's completions, and the adapters matter."""
+    """Raise AssertionError unless both trainers agree on TRL's completions and the adapters change log-probs.
+
+    They must agree on the log-probs and on the loss.
+    """
     bound = SMOL_BOUND if cases.CASES[name].smol else LOGP_BOUND
     assert agreed["logp_gap"] < bound and agreed["reference_gap"] < bound, (name, agreed)
     assert abs(agreed["loss"] - agreed["their_loss"]) < LOSS_BOUND, (name, agreed)
@@ -104,9 +114,9 @@ def check_equal_work(name: str, agreed: dict) -> None:
 
 
 def compare(name: str, work: Path, python: Path, steps: int) -> dict:
-    """The figures of both trainers on one case; they take turns step by step."""
+    """Run the case ``name`` with both trainers, which take turns step by step, and return its figures."""
     ours = our_peer(name, work)
-    ready = ours.read()  # the adapter with which TRL starts is written
+    ready = ours.read()  # our side has written the adapter with which TRL starts
     theirs = Peer(trl_command(name, work, python, ready["questions"]), work / f"trl_{name}.log")
     assert sorted(ready["prompts"]) == sorted(theirs.read()["prompts"]), "not the same prompts"
     theirs.ask("step")
@@ -120,7 +130,7 @@ def compare(name: str, work: Path, python: Path, steps: int) -> dict:
 
 
 def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) -> dict:
-    """Medians and spread of each side, and the ratios of ours to TRL's."""
+    """Return the medians and the spread of each side, and the ratios of ours to TRL's."""
     tables = {side: pd.DataFrame(records) for side, records in timed.items()}
     sides = {
         side: {

@@ -1,10 +1,10 @@
-"""This trainer's side of the benchmarks: a training whose timer waits for a line on stdin before every step.
+"""Runs our side of the benchmarks: a training run that waits for a line on stdin before every step.
 
-    python benchmarks/our_side.py CASE FOLDER      the folder gets the model, the adapter and the run
+    python benchmarks/our_side.py CASE FOLDER      writes the model, the adapter and the run to FOLDER
 
 Every answer is one line of JSON on stdout: first the questions, then a record for each step. The line `step` starts the
-next step. The line `check FILE` asks for the log-probs and the loss of the completions in FILE, which trl_side.py has
-sampled. The process ends when stdin is closed.
+next step. The line `check FILE` asks how log-probs and loss differ from TRL's on the completions in FILE, which
+trl_side.py has sampled. The process ends when stdin is closed.
 """
 
 import functools
@@ -34,7 +34,7 @@ FACTOR_STD = 0.02  # standard deviation of B at the start; in a real run B start
 
 
 class Side:
-    """The measurements of a run, one object in a process."""
+    """The measurements of the run in this process."""
 
     def __init__(self, run: Run, learner: Learner, answers: TextIO) -> None:
         self.run, self.learner, self.answers = run, learner, answers
@@ -50,7 +50,7 @@ class Side:
         return {"questions": [one.question for one in asked], "prompts": [one.prompt for one in asked]}
 
     def step(self) -> dict:
-        """What the last step took and found."""
+        """Return the seconds, tokens, loss, KL, gap to the sampler and peak memory of the last step."""
         cpu, wall = self.start
         rollout = self.learner.cfg.rollout
         return {
@@ -65,7 +65,7 @@ class Side:
         }
 
     def turn(self, step: int) -> StepTimer:
-        """In place of Run.start_step: report the previous step, wait for the next line on stdin, and start the step."""
+        """Report the previous step, wait for the next line on stdin, and start ``step``. Replaces Run.start_step."""
         self.answer(self.step() if self.metrics else self.questions())
         while (line := sys.stdin.readline()).startswith("check "):
             self.answer(self.check(json.loads(Path(line[6:].strip()).read_text())))
@@ -75,12 +75,12 @@ class Side:
         return self.start_step(step)
 
     def keep(self, *step: object) -> dict[str, float]:
-        """In place of Run.record: the metrics are kept, too."""
+        """Record a step and keep its metrics. Replaces Run.record."""
         self.metrics = self.record(*step)
         return self.metrics
 
     def check(self, theirs: dict) -> dict:
-        """Largest differences of log-probs (nats), and both losses, for the completions of ``theirs``."""
+        """Return the largest differences in log-probs (nats), and both losses, for the completions of ``theirs``."""
         learner, rows = self.learner, len(theirs["tokens"])
         width = len(theirs["tokens"][0])
         batch = batches.Rollout(
@@ -114,7 +114,7 @@ class Side:
 
 
 def adapt(learner: Learner, folder: Path) -> None:
-    """Give B other values than 0, and write the adapter to ``folder``."""
+    """Draw random values for every B, and write the adapter to ``folder``."""
     policy, lora = learner.policy, learner.cfg.lora
     generator = torch.Generator().manual_seed(0)
     whole = {name: factor.clone() for name, factor in policy.whole()}
@@ -128,7 +128,7 @@ def adapt(learner: Learner, folder: Path) -> None:
 
 
 def train(real: Callable, answers: TextIO, adapter_dir: Path, run: Run, learner: Learner, *parts: Any) -> None:
-    """In place of ``real``, train_grpo.train: stop before each step. This does not change what it computes."""
+    """Train with ``real``, the original train_grpo.train, but wait before each step. Its results stay the same."""
     adapt(learner, adapter_dir)
     side = Side(run, learner, answers)
     run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]

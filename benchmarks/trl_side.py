@@ -1,9 +1,10 @@
-"""TRL's side of bench_step.py: GRPOTrainer on the same model, questions and settings, on the CPU.
+"""Runs TRL's side of bench_step.py: GRPOTrainer on the same model, questions and settings, on the CPU.
 
     PYTHON_WITH_TRL benchmarks/trl_side.py SETTINGS.json              step by step, with the protocol of our_side.py
 
-It writes the completions and the results of its first step to the file `record`, and every completion has the same
-length. It runs in its own environment (requirements/bench.txt), so it imports nothing of this repository.
+It writes the completions and the results of its first step to the file that `record` in the settings names. All
+completions have the same length. It runs in its own environment (requirements/bench.txt), so it imports nothing from
+this repository.
 """
 
 import json
@@ -39,7 +40,7 @@ def answer(record: dict) -> None:
 
 
 def watch(owner, name: str, see) -> None:
-    """Wrap ``owner.name`` so that ``see`` is called with its result in the first step."""
+    """Wrap the method ``name`` of ``owner`` so that ``see`` gets the method's result in the first step."""
     function = getattr(owner, name)
 
     def run(*args, **kwargs):
@@ -52,9 +53,9 @@ def watch(owner, name: str, see) -> None:
 
 
 class Turns(TrainerCallback):
-    """Between two steps: report the previous step and wait for the next line on stdin."""
+    """A callback that reports each step, and then waits for the next line on stdin."""
 
-    written = False  # is the record of the first step written?
+    written = False  # whether the record of the first step has been written
 
     def wait(self) -> None:
         if not sys.stdin.readline():
@@ -69,7 +70,7 @@ class Turns(TrainerCallback):
         self.wait()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """TRL calls this at the end of a step, when it has computed the metrics of the step."""
+        """Report a step. TRL calls this at the end of a step, when it has computed the metrics of the step."""
         if not logs or "completions/mean_length" not in logs:
             return
         seconds = {"cpu_s": time.process_time() - self.start[0], "wall_s": time.perf_counter() - self.start[1]}
@@ -92,7 +93,7 @@ class Turns(TrainerCallback):
 
 
 def of_characters(completions, **kwargs) -> list[float]:
-    """Compute cases.reward for completions in the form in which TRL passes them."""
+    """Return bench_cases.reward of each completion. TRL passes completions as lists of messages."""
     return [sum(map(ord, completion[0]["content"])) % 100 / 100 for completion in completions]
 
 

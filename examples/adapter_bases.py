@@ -1,4 +1,4 @@
-"""Make the random models of docs/adapters.md, each with an adapter for its attention that PEFT has saved.
+"""Makes the random models of docs/adapters.md, and for each an adapter of its attention, saved by PEFT.
 
 python examples/adapter_bases.py DIR        needs transformers 5 and peft; writes DIR/KIND/base and DIR/KIND/adapter
 """
@@ -26,7 +26,7 @@ KINDS = {
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **WIDTHS, mlp_only_layers=[1], shared_expert_intermediate_size=96),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WIDTHS, mlp_only_layers=[1], head_dim=32),
     "dense": Qwen2MoeConfig(**SIZES, **WIDTHS, mlp_only_layers=[0, 1, 2]),  # for vLLM on a CPU
-    "olmoe": OlmoeConfig(**SIZES, intermediate_size=64),  # twice this is the hidden size, as in OLMoE-1B-7B
+    "olmoe": OlmoeConfig(**SIZES, intermediate_size=64),  # half the hidden size, as in OLMoE-1B-7B
 }
 
 

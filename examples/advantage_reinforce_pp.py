@@ -2,14 +2,18 @@
 
     python train_grpo.py configs/tiny_cpu.yaml loss.advantage=examples/advantage_reinforce_pp.py:advantages
 
-As in GRPO, the baseline of a question is the mean of its completions. The scale, however, comes from all completions of
-the step. So a question on which nearly all completions agree does not count more than one on which they differ.
+As in GRPO, the baseline of a question is the mean reward of its completions. The scale, however, comes from all
+completions of the step. So a question on which nearly all completions agree does not count more than one on which they
+differ.
 """
 
 from torch import Tensor
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return each reward minus its group's mean, divided by the standard deviation of all.  (P, G) -> (P, G)"""
+    """Return each reward minus its group's mean, divided by the standard deviation of all these differences.
+
+    (P, G) -> (P, G)
+    """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred / (centred.std() + 1e-8)

@@ -1,5 +1,6 @@
-"""An example of a tool, for models whose chat template has tools, such as Qwen3. It reads calls in JSON and
-answers with a tool turn.
+"""An example of a tool, for models whose chat template has tools, such as Qwen3.
+
+It reads calls in JSON and answers with a tool turn.
 
 data: {chat_template_kwargs: {enable_thinking: false, tools: [{type: function, function: {name: calculate,
        description: Computes an expression., parameters: {type: object, required: [expression],
@@ -16,7 +17,10 @@ EXPRESSION = re.compile(r"[-+*/(). 0-9]{1,64}")
 
 
 def tool(turns: list[str], row: dict[str, Any]) -> str | None:
-    """Return the results of the calls in the policy's turn, one per line. Without calls, None ends the completion."""
+    """Return the results of the calls in the policy's last turn, one per line.
+
+    If it contains no call, return None, which ends the completion.
+    """
     calls = CALL.findall(turns[-1])
     return "\n".join(map(result, calls)) if calls else None
 

@@ -15,10 +15,10 @@ TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # temperatures of the gate, from the pap
 
 
 def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -A f(r) with f(r) = 4 / tau sigmoid(tau (r - 1)), where the sign of A chooses tau.
+    """Return -A f(r) with f(r) = (4 / tau) sigmoid(tau (r - 1)), where the sign of A chooses tau.
 
-    The first result is the loss of each token (B, T). The second has measurements (B, T); their means are the metrics
-    actor/NAME.
+    The first result is the loss of each token (B, T). The second is a dictionary of measurements of each token (B, T),
+    whose means become the metrics actor/NAME.
     """
     ratio = (x.logp - x.old_logp).clamp(-20, 20).exp()
     tau = torch.where(x.advantages > 0, TAU_POSITIVE, TAU_NEGATIVE)

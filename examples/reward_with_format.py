@@ -1,4 +1,4 @@
-"""An example of your own reward: it scores the right number, and has a part for the form of the answer.
+"""An example of your own reward: most of the score is for the right number, and a part is for the answer's form.
 
 python train_grpo.py configs/tiny_cpu.yaml reward.function=examples/reward_with_format.py:score
 """
@@ -9,11 +9,11 @@ LAST_LINE = re.compile(r"#### (-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*$")
 
 
 def score(completion: str, gold: str, row: dict) -> dict[str, float]:
-    """Return 0.1 for an answer whose last line has the form '#### N', and 0.9 more if N is right.
+    """Return a score of 0.1 for an answer whose last line has the form '#### N', and 0.9 more if N is right.
 
     ``row`` has all columns of the question's row in its file, for example its difficulty. This example does not use it.
-    In the result, "found" says whether there is an answer, and "correct" whether it is right; accuracy counts correct
-    answers. Other entries are parts: this example logs reward/part/form.
+    In the result, "found" says whether there is an answer, and "correct" whether it is right. Accuracy counts correct
+    answers. Other entries are parts of the score, whose means are logged, here as reward/part/form.
     """
     found = LAST_LINE.search(completion)
     is_right = found is not None and float(found[1].replace(",", "")) == float(gold)
@@ -22,6 +22,9 @@ def score(completion: str, gold: str, row: dict) -> dict[str, float]:
 
 
 def form(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
-    """Return 1 for an answer in that form, right or wrong: a control, which shows the effect of the form alone."""
+    """Return a score of 1 for an answer in the form '#### N', whether N is right or wrong.
+
+    A control run with this reward shows the effect of the form alone.
+    """
     found = score(completion, gold, row)
     return float(found["found"]), bool(found["found"]), bool(found["correct"])

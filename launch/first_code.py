@@ -1,9 +1,10 @@
-"""torchrun with the exit code of the rank that ended first, and without a separate traceback: the ranks say why.
+"""Runs torchrun and returns the exit code of the rank that ended first.
 
     python launch/first_code.py --standalone --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml
 
-If a signal ended the rank or this process, the exit code is 128 + its number. A signal that is ignored at the start, as
-HUP under nohup, stays ignored. The run_*.sh scripts start this.
+It prints no traceback of torchrun, because the ranks print their own errors. If a signal ended the rank or this
+process, the exit code is 128 + the signal's number. A signal that is ignored at the start, such as HUP under nohup,
+stays ignored. The run_*.sh scripts start this file.
 """
 
 import io
@@ -16,16 +17,17 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# torchrun passes these on to the ranks. Its default list lacks the last two, and has HUP even under nohup.
+# torchrun passes these on to the ranks. Its default list lacks the last two, and contains HUP even under nohup.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(arguments: list[str]) -> int:
-    """Start torchrun with these arguments, and return the exit code."""
-    for stream in (sys.stdout, sys.stderr):  # --tee ends a rank's output at a letter that the encoding lacks
+    """Run torchrun with ``arguments``, and return the exit code."""
+    # With --tee, a rank's output would end at a character that the encoding lacks.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # The reports of these loggers about the end of a rank add nothing.
+    # When a rank ends, these loggers report nothing that the rank has not printed.
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     handled = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
