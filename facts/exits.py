@@ -1,6 +1,6 @@
 """The errors that end a command with their own exit codes; docs/checks.md says what to do."""
 
-STALLED = 4  # the exit code of a rank without progress (runlog/progress.py); any error other than these ends with 1
+STALLED = 4  # the exit code of a rank without progress (runlog/progress.py); any other error ends with 1
 
 
 class InputError(ValueError):
