@@ -1,4 +1,4 @@
-"""The device of one rank: its peaks by the data sheet, and the share of them that software reaches. Imports no torch.
+"""The device of one rank: its data sheet, and the share of its peak that software reaches. Imports no torch.
 
 This share is a median of published figures, or it comes from your own run (plan/calibrate.py). A device with neither
 counts as having no overhead, so its estimate is a plain roofline.

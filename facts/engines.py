@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
 
 def whole_experts(device: str, *, routes: bool, adapter: bool) -> bool:
-    """Return whether each rank of a vLLM replica stores some experts whole. Otherwise it has a part of every expert.
+    """Return whether each rank of a vLLM replica stores whole experts. Otherwise it has a part of every expert.
 
     A rank has parts in three cases. The first is a CPU, where vLLM's expert parallelism crashes. The second is an NPU
     if routes are recorded. With whole experts, the ranks would split the tokens, and vllm-ascend 0.23.0 would record

@@ -97,7 +97,10 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 
 
 def load_recorded(path: Path) -> Config:
-    """Return the configuration that a run has recorded. Raises InputError if a value differs from that in REMOVED."""
+    """Return the configuration that a run has recorded.
+
+    Raises InputError if a removed key has another value than in REMOVED.
+    """
     return recorded_config(read_file(path), path)
 
 
@@ -368,7 +371,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration without those removed keys that have the value in REMOVED.
+    """Return a recorded configuration without the removed keys whose value is the one in REMOVED.
 
     ``recorded`` is a result of to_dict. Another version of the code may have recorded it.
     """

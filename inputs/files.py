@@ -72,8 +72,8 @@ def print_every_letter() -> None:
 def of_the_user(error: BaseException) -> bool:
     """Return whether ``error`` is about the user's input, so that one line and exit code 2 are enough.
 
-    A system error is about the input if it names a file or reports a full disk. So is one without a number, because it
-    comes from a library that has looked for a file. A lost connection is not about the input.
+    A system error is about the input if it names a file or reports a full disk. This also holds for a system error
+    without a number, which comes from a library that has looked for a file. A lost connection is not about the input.
     """
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return bool(error.filename) or error.errno in (None, errno.ENOSPC, errno.EDQUOT)
@@ -83,7 +83,7 @@ def of_the_user(error: BaseException) -> bool:
 def report(message: str, late: bool = False) -> None:
     """Print why this process ends. Ranks other than 0 first wait 2 seconds, so that the message of rank 0 comes first.
 
-    With ``late``, rank 0 waits, too. This function also writes the message to the file that torchrun names in
+    With ``late``, rank 0 waits as well. This function also writes the message to the file that torchrun names in
     TORCHELASTIC_ERROR_FILE. When torchrun then prints its own traceback, the last lines show this file.
     """
     rank = os.environ.get("RANK", "0")
@@ -143,7 +143,7 @@ def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not valid, or if an object has two equal keys."""
+    """Return the value of a JSON text. Raises ValueError if the text is invalid or an object has two equal keys."""
     return json.loads(text, object_pairs_hook=without_twins)
 
 
@@ -200,7 +200,7 @@ def fsync_path(path: Path) -> None:
 def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
     """Turn system errors and exceptions of the types ``others`` into InputError in this block.
 
-    They are caused, for example, by a full disk or a missing permission, which the user can correct.
+    Examples are a full disk and a missing permission, which the user can correct.
     """
     try:
         yield

@@ -107,7 +107,7 @@ def with_imports(path: Path) -> list[Path]:
 
 @functools.cache
 def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
-    """Return ``value``, which is loss.advantage, if it names a formula. Otherwise load the function that it names.
+    """Return ``value``, which is loss.advantage, if it names a formula. Otherwise return the function that it names.
 
     The function raises InputError for all of its errors.  (P, G) -> (P, G)
     """
@@ -116,7 +116,7 @@ def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
 
 @functools.cache
 def token_loss(value: str) -> str | Callable[[Any], tuple[Tensor, dict[str, Tensor]]]:
-    """Return ``value``, which is loss.kind, if it names a formula. Otherwise load the function that it names.
+    """Return ``value``, which is loss.kind, if it names a formula. Otherwise return the function that it names.
 
     The function takes grpo.LossInputs and raises InputError for all of its errors.
     """

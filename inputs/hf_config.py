@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into the architecture that this project trains, or refuses it.
+"""Reads a Hugging Face config.json into an Architecture, or refuses a model that this project cannot train.
 
 It supports Qwen3MoeForCausalLM (Qwen3-30B-A3B), Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B) and OlmoeForCausalLM
 (OLMoE-1B-7B). The first two may have some dense layers.

@@ -149,7 +149,7 @@ def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str)
 
 
 def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) -> Iterator[str]:
-    """Yield a message if a step has no equal updates, and one if the longest row does not fit into a micro-batch."""
+    """Yield a message if the updates of a step are unequal, or if the longest row does not fit into a micro-batch."""
     if rollout.prompts_per_step % optim.prompts_per_update:
         working = divisors(rollout.prompts_per_step)
         yield (
@@ -241,7 +241,7 @@ def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a message if rollout.environment conflicts with the reward, or may answer too slowly for waiting ranks."""
+    """Yield a message if rollout.environment conflicts with the reward, or may be too slow for the other ranks."""
     if not rollout.environment:
         return
     if not reward.function and reward.method.endswith("flexible"):
@@ -414,7 +414,10 @@ def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str
 
 
 def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
-    """Yield the broken limits of vLLM's models and of its kernels on a device, from the code of vLLM 0.23 and 0.30."""
+    """Yield a message for each limit of vLLM's models, or of its kernels on ``device``, that the run exceeds.
+
+    The limits come from the code of vLLM 0.23 and 0.30.
+    """
     hidden, head_dim = arch.hidden_size, arch.head_dim
     # vllm-ascend 0.23.0 and 0.30.0rc2, model_runner_v1.py: self.sampler = AscendSampler() gets no logprobs_mode.
     if device == "npu" and rollout.temperature != 1:
@@ -455,9 +458,10 @@ def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
 
 
 def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:
-    """Yield the broken limits of MC2, from CANN's documentation of aclnnMoeDistributeDispatchV2.
+    """Yield a message for each limit of MC2 that the run exceeds.
 
-    No configuration exceeds the third limit of MC2, 512 tokens per rank: see MOST_SEQUENCES in plan/capacity.py.
+    The limits come from CANN's documentation of aclnnMoeDistributeDispatchV2. No configuration exceeds the third limit,
+    512 tokens per rank: see MOST_SEQUENCES in plan/capacity.py.
     """
     key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
     # With rollout.expert_parallel, _shared_shards checks this.
@@ -478,7 +482,10 @@ def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int)
 
 
 def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:
-    """Yield the broken limits of vLLM's LoRA, also from the code of vLLM 0.23 and 0.30."""
+    """Yield a message for each limit of vLLM's LoRA that the run exceeds.
+
+    The limits come from the code of vLLM 0.23 and 0.30.
+    """
     moe = any(arch.moe_layers)
     # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
     # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
@@ -496,7 +503,10 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
 
 
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
-    """Return a message for the first number in ``parts`` that ``ranks`` does not divide, with the nearest divisors."""
+    """Return a message for the first number in ``parts`` that ``ranks`` does not divide.
+
+    It gives the nearest numbers of ranks that divide all numbers in ``parts``.
+    """
     for what, number in parts.items():
         if number % ranks:
             working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]

@@ -18,6 +18,6 @@ def is_peft(folder: Path) -> bool:
 
 
 def files(named: str) -> dict[str, Path]:
-    """Return those of FILES that the teacher ``named`` has, by name."""
+    """Return the paths of those FILES that the teacher ``named`` has, by name."""
     where = folder(named)
     return {name: where / name for name in FILES if (where / name).is_file()}

@@ -83,7 +83,7 @@ def detectable(freedom: int, alpha: float) -> float:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Return the p-values, corrected for their number (Holm, 1979), in the same order. scipy has no Holm test."""
+    """Return p-values corrected for their number (Holm, 1979), in the same order. scipy has no Holm correction."""
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
     return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()

@@ -56,7 +56,7 @@ def bars(values: list[float]) -> str:
 def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
     """Return the text of at most ``limit`` completions of a file.
 
-    They have the outcome ``only`` and answer the question with the id ``question``. "" means all outcomes or questions.
+    They have the outcome ``only`` and answer the question with the id ``question``. For both, "" means all.
     """
     rows = completions.read(path)
     if question:

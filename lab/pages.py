@@ -92,7 +92,10 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
 
 
 def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
-    """Return the rows of predictions that are not met, undecided or withheld, then those of runs that were stopped."""
+    """Return a row for each prediction that is not met, undecided or withheld.
+
+    The rows of comparisons with runs that could not be finished come last.
+    """
     rows = [
         other_row(one.entry, one.outcome, str(one.effect))
         for one in made

@@ -52,7 +52,7 @@ class Part(BaseModel):
 
 
 def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Wrap ``function``, which reads files that others may have written, so that one line refuses a damaged file.
+    """Wrap ``function``, which reads files that others may have written, so that a damaged file gives a one-line error.
 
     If a value is missing or has the wrong type, the wrapped function raises InputError. The message names the arguments
     and the function of this code that failed.
@@ -219,7 +219,7 @@ def of_sweep(folder: Path) -> list[Run]:
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
-    """Read a file of records as a table. Raises InputError unless report.py add could have written it."""
+    """Read a file of records as a table. Raises InputError if report.py add has not written it."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -290,8 +290,8 @@ def differing(first: Record, second: Record) -> list[str]:
 def add(folders: list[Path], results: Path, name: str = "") -> Path:
     """Write the runs in ``folders`` to results/<name>.parquet, which must be new, and return that file.
 
-    By default the name is that of the only run. Raises InputError, and writes nothing, if a run cannot become a record
-    (`read_run`) or contradicts another record (`clash`).
+    If there is only one run, its id is the default name. Raises InputError, and writes nothing, if a run cannot become
+    a record (`read_run`) or contradicts another record (`clash`).
     """
     runs = [read_run(folder) for folder in folders]
     name = name or (runs[0].record.id if len(runs) == 1 else "")

@@ -76,13 +76,13 @@ def plan(
     """Return the sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
     ``lengths`` has the number of tokens in the row of each sequence. If rows are packed, ``prompts`` has the number of
-    tokens in the prompt of each sequence. A group is the sequences of one prompt, ``group_size`` of them.
+    tokens in the prompt of each sequence. A group consists of the sequences of one prompt, at most ``group_size``.
     Groups are sorted by their longest row and distributed in that order. So the rows of a micro-batch have similar
     lengths, and ranks finish together. A group stays on one rank if possible, because its rows share the work on their
     prompt. No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are
     as few micro-batches as this order and this limit allow, and their sizes are as even as their number allows.
     Every rank gets the same number of micro-batches, because expert-parallel ranks exchange tokens in every layer. If
-    necessary, some are empty. The result depends only on the arguments, so all ranks compute the same one.
+    necessary, some are empty. The result depends only on the arguments, so it is the same on all ranks.
     """
     cost = functools.partial(_cost, lengths=lengths, multiple=multiple, group_size=group_size, prompts=prompts)
     longest_row: dict[int, int] = {}  # by group

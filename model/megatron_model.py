@@ -1,4 +1,4 @@
-"""The Megatron MoE model for a Hugging Face config, and the log-probs and entropies of tokens that it gives.
+"""The Megatron MoE model for a Hugging Face config, and the computation of token log-probs and entropies with it.
 
 Router, dispatcher, parallel linears and embedding are Megatron's. RMSNorm, attention and grouped experts are ours, with
 one implementation for all devices; Megatron's layer spec inserts them. Rows are padded on the right and attention is
@@ -237,7 +237,7 @@ class TokenStats(NamedTuple):
 
 
 def head_weight(model: torch.nn.Module) -> Tensor:
-    """Return this rank's share of the output layer.  (V / tensor, h)"""
+    """Return this rank's share of the output layer's weight.  (V / tensor, h)"""
     return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
 
 

@@ -1,8 +1,8 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without padding and with each prompt only once.
 
 The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
-nothing. Attention works on rows: the prompts attend to themselves, and the own tokens of each row (those after the
-prompt) attend to the row's prompt and to themselves. Every other operation works on single tokens, so it sees only the
+nothing. Attention works on rows. The prompts attend to themselves. The own tokens of each row, which are those after
+its prompt, attend to the prompt and to themselves. Every other operation works on single tokens, so it sees only the
 packed sequence of M tokens. A GPU's attention kernel takes its parts as sequences of any length. Other kernels take the
 prompts as padded rows, and the own tokens as padded rows with a mask.
 b is the number of rows, T the number of tokens per row, P the number of prompts, and K the number of keys. N is the
@@ -24,7 +24,7 @@ KEYS = 16  # rows attend to a multiple of this many keys; with other numbers, to
 
 @dataclass
 class Packing:
-    """The places of the tokens of (b, T) rows in the packed sequence. Padding has index 0, and no result reads it."""
+    """The indices that map (b, T) rows to the packed sequence and back. Padding has index 0, and no result reads it."""
 
     source: Tensor  # (M,) index of each token in the flattened rows
     position: Tensor  # (M,) position of each token in its row, for RoPE

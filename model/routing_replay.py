@@ -63,7 +63,7 @@ class RouterLoad:
             router.routing = functools.partial(self._routing, router.routing, sums)
 
     def _routing(self, inner: Callable, sums: Tensor, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return the routes from ``inner``, which the layer uses, and add their numbers to ``sums``.  (tokens, E)"""
+        """Return the routes that ``inner`` computes and the layer uses, and count them in ``sums``.  (tokens, E)"""
         probs, chosen = inner(logits, *args, **kwargs)
         if self.rows is not None:
             own = logits.detach().view(-1, self.arch.num_experts).float()
@@ -88,7 +88,7 @@ class RouterLoad:
         """Return the moe/... metrics of all ranks since the last call, averaged over the layers.
 
         ``by_layer`` then has the values of each layer. Without an MoE layer or a counted token, the metrics and
-        ``by_layer`` are empty. Every rank calls this together.
+        ``by_layer`` are empty. All ranks call this together.
         """
         sums = self.parallel.sum_over_ranks(self.sums).double()
         self.sums.zero_()
@@ -185,7 +185,7 @@ class RoutingReplay:
     def differing_share(self) -> float:
         """Return the share of (token, layer) pairs, over all ranks, where the trainer's top-k differs from the record.
 
-        The pairs since the last call count. Every rank calls this together.
+        The pairs since the last call count. All ranks call this together.
         """
         counts = self.parallel.sum_over_ranks(self.counts.float())
         self.counts.zero_()
@@ -213,7 +213,7 @@ def collect(
 
     ``own`` has the routes of the completions that this rank sampled. ``shares`` is the result of batches.plan:
     [micro-batch][data rank] -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a
-    replica have its completions, and the first of them sends the routes. Every rank calls this together.
+    replica have its completions, and the first of them sends the routes. All ranks call this together.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
@@ -238,11 +238,11 @@ def collect(
 def exchange(
     own: dict[int, Tensor], owner: dict[int, int], needed_by: dict[int, list[int]], shapes: dict[int, tuple], rank: int
 ) -> dict[int, Tensor]:
-    """Return the records of the sequences that this rank trains. The rank that owns a record sends it.
+    """Return the records of the sequences that this rank trains. The rank that has a record sends it to them.
 
     ``own`` has the records of this rank, sequence -> uint8. The other maps are equal on every rank. ``owner`` has the
     rank that sends the record of a sequence, ``needed_by`` the ranks that train it, and ``shapes`` the shape of its
-    record. Every rank calls this together; it is one all-to-all of uint8.
+    record. All ranks call this together; it is one all-to-all of uint8.
     """
     peers = range(dist.get_world_size())
     outgoing = [_message(rank, peer, owner, needed_by) for peer in peers]

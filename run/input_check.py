@@ -279,9 +279,9 @@ def check_writable(key: str, folder: Path) -> None:
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
     """Return the checkpoint for train.resume, with verified checksums, or None for a new run.
 
-    Raises InputError if the named run has no usable checkpoint or another configuration. It also does so if the files
-    of the model, the tokenizer or the data have changed since the run was started, unless train.changed_inputs is
-    accept. Calls ``beat`` while it reads these files.
+    Raises InputError if the named run has no usable checkpoint or another configuration. Unless train.changed_inputs is
+    accept, it also does so if the files of the model, the tokenizer or the data have changed since the run's start.
+    Calls ``beat`` while it reads these files.
     """
     if cfg.train.resume == "never":
         return None

@@ -39,7 +39,7 @@ class Run:
     """A run that begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
-        """Open the folder of a new run or of the run that this one continues. Every rank calls this together."""
+        """Open the folder of a new run or of the run that this one continues. All ranks call this together."""
         cfg, log, heartbeat = self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
         self.profiler: Any = None  # the profiler of the current step, if the step is profiled
@@ -74,7 +74,7 @@ class Run:
     def introduce(self, learner: Learner, push: Push) -> None:
         """Print the layout, the data and the trained modules, and the folder of the run.
 
-        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. Every rank calls
+        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. All ranks call
         this together.
         """
         parallel = self.parallel
@@ -92,7 +92,7 @@ class Run:
     def evaluate(self, engine: Engine, after_steps: int) -> None:
         """Evaluate the policy in ``engine`` after ``after_steps`` steps, and log the result.
 
-        Every rank calls this together.
+        All ranks call this together.
         """
         cfg, inputs = self.cfg, self.inputs
         summary, outcomes, answers = evaluate.evaluate(
@@ -124,7 +124,7 @@ class Run:
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
         """Raise Tripped if the pushed tensors are wrong, or have not changed although they should.
 
-        ``pushed`` has the metrics of the push. Every rank calls this together.
+        ``pushed`` has the metrics of the push. All ranks call this together.
         """
         self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
 
@@ -144,7 +144,7 @@ class Run:
     ) -> dict[str, float]:
         """Log the completions, metrics and times of a step, and return the metrics of rank 0.
 
-        All ranks decide by these metrics. Every rank calls this together.
+        All ranks base their decisions on these metrics. All ranks call this together.
         """
         rows = rollout.of_step(sampled, advantages, learner.teacher_kl, self.parallel)
         computed = rollout.metrics(sampled) | rollout.part_means(rows) | metrics
@@ -165,7 +165,7 @@ class Run:
         return metrics
 
     def check(self, step: int, rewards: Tensor, metrics: dict[str, float], learner: Learner, push: Push) -> None:
-        """Raise Tripped if the step shows that the run is silently wrong. Every rank calls this together."""
+        """Raise Tripped if the step shows that the run is silently wrong. All ranks call this together."""
         extremes = rewards.min().item(), rewards.max().item()
         self.tripwires.after_step(step, metrics, extremes, functools.partial(push.differing_layer, self.inputs.probe))
         self.tripwires.reference(step, learner.reference_gap)
@@ -174,7 +174,7 @@ class Run:
     def end_step(self, step: int) -> None:
         """Write this rank's trace if the step was profiled.
 
-        Every rank calls this together, because only rank 0 knows the folder of a new run.
+        All ranks call this together, because only rank 0 knows the folder of a new run.
         """
         if self.profiler is None:
             return
@@ -191,7 +191,7 @@ class Run:
     def save(self, learner: Learner, after_steps: int) -> None:
         """Write a checkpoint, and check that all ranks and the files have the same weights.
 
-        Every rank calls this together.
+        All ranks call this together.
         """
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
@@ -244,7 +244,7 @@ def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: 
     """Raise InputError unless all nodes have the same undamaged teacher, made for the run's base model.
 
     ``inputs`` is the result of run_record.inputs on rank 0, and {} on other ranks. On every other node, the first rank
-    computes the teacher's checksums. Every rank calls this together.
+    computes the teacher's checksums. All ranks call this together.
     """
     own = inputs.get("teacher")
     if own is None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -258,7 +258,7 @@ def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, the same one on all ranks, or None if there is none.
 
-    Rank 0 chooses it, and every rank opens its files. Every rank calls this together.
+    Rank 0 chooses it, and every rank opens its files. All ranks call this together.
     """
     found = checkpoint_to_resume(cfg, heartbeat.beat) if parallel.rank == 0 else None
     with heartbeat.waiting():

@@ -23,7 +23,7 @@ from weights import tiny_model
 
 @dataclass
 class Start:
-    """The parts of a run that exist before the device is started, and the checks of the input in the order of a run."""
+    """The parts of a run that exist before the device is started. Its methods check the input; call them in order."""
 
     cfg: Config
     log: RunLog  # it has no folder yet, so it only prints
@@ -44,7 +44,7 @@ class Start:
         return arch
 
     def make_tiny_model(self, device: torch.device) -> None:
-        """Create the model of cfg.tiny_model if it is set and does not exist. Every rank calls this together."""
+        """Create the model of cfg.tiny_model if it is set and does not exist. All ranks call this together."""
         cfg = self.cfg
         if cfg.tiny_model is not None:
             tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, self.heartbeat.beat)

@@ -116,9 +116,9 @@ class Tripwires:
         return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
 
     def trip(self, check: str, found: str, look_at: str) -> None:
-        """Raise Tripped for a failed check.
+        """Raise Tripped for a failed check, unless cannot_judge lists the check.
 
-        If checks.warn lists the check, print a warning once instead. If cannot_judge lists it, do nothing.
+        If checks.warn lists it, this function prints a warning instead, once per process.
         """
         if check in self.cannot_judge():
             return
@@ -152,8 +152,9 @@ class Tripwires:
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
         """Check that an update with a gradient has changed the pushed tensors.
 
-        Also check that merged experts which the sampler shares are W + (alpha / R) B A. ``checksums`` has one checksum
-        per rank, of the tensors that the rank pushed for ``step``. ``metrics`` has the metrics of the same push.
+        It also checks that merged experts in memory that trainer and sampler share are W + (alpha / R) B A.
+        ``checksums`` has one checksum per rank, of the tensors that the rank pushed for ``step``. ``metrics`` has the
+        metrics of the same push.
         """
         if wrong := wrong_merge(metrics.get("sync/experts_wrong", 0.0)):
             self.trip(
@@ -177,8 +178,8 @@ class Tripwires:
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
         """Check the questions that ``step`` asks. They were drawn from ``num_questions`` questions.
 
-        None may be in ``held_out``, and steps in a row must not ask the same questions. In ``asked``, the ordinary
-        questions of the step come first, followed by those of dynamic sampling.
+        None may be in ``held_out``, and STUCK_STEPS steps in a row must not ask the same questions. In ``asked``, the
+        ordinary questions of the step come first, followed by those of dynamic sampling.
         """
         if leaked := held_out.intersection(asked):
             self.trip(
@@ -266,7 +267,7 @@ class Tripwires:
             )
 
     def _truncated(self, when: str, metrics: dict[str, float]) -> None:
-        """Check whether most completions are truncated, over enough steps to have 256 of them. Fewer may be chance."""
+        """Check whether most completions are truncated, over enough steps for 256 completions. Fewer may be chance."""
         rollout, steps = self.cfg.rollout, truncated_steps(self.cfg.rollout)
         # At a higher temperature, long completions say nothing about the model, so "sampling" is also silent.
         if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:
