@@ -24,7 +24,7 @@ class Variable:
     reason: str
     source: str
     accepted: tuple[str, ...] = ()  # other values that do the same
-    unset: str = ""  # the value that the program assumes which reads it; "" if nothing here depends on it
+    unset: str = ""  # the value that its reader assumes by default; "" if nothing here depends on it
 
     def allows(self, value: str) -> bool:
         return value == self.value or value in self.accepted

@@ -219,7 +219,7 @@ def of_sweep(folder: Path) -> list[Run]:
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
-    """Read a file of records as a table. Raises InputError if report.py add has not written it."""
+    """Read a file of records as a table. Raises InputError if it is no file that report.py add wrote."""
     from pyarrow import ArrowException, parquet
 
     try:

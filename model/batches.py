@@ -60,7 +60,7 @@ class MicroBatch:
     routes: Tensor | None = None  # (1, M, L, K) the experts to replay: K experts per token in L MoE layers
     replayed: Tensor | None = None  # (1, M) the number of rows with this token, or 0 if it has no route
     stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs under the older policy that sampled
-    old_logp: Tensor | None = None  # (b, T) those under the policy before the first update; None in that update
+    old_logp: Tensor | None = None  # (b, T) those before the first update; None in that update: its own
     ref_logp: Tensor | None = None  # (b, T) those under the base model; None without a KL penalty
     teacher_logp: Tensor | None = None  # (b, T) those under loss.teacher; None without one
 
@@ -79,8 +79,8 @@ def plan(
     tokens in the prompt of each sequence. A group consists of the sequences of one prompt, at most ``group_size``.
     Groups are sorted by their longest row and distributed in that order. So the rows of a micro-batch have similar
     lengths, and ranks finish together. A group stays on one rank if possible, because its rows share the work on their
-    prompt. No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are
-    as few micro-batches as this order and this limit allow, and their sizes are as even as their number allows.
+    prompt. No rank gets more tokens than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer.
+    There are as few micro-batches as this order and limit allow, and their sizes are as even as their number allows.
     Every rank gets the same number of micro-batches, because expert-parallel ranks exchange tokens in every layer. If
     necessary, some are empty. The result depends only on the arguments, so it is the same on all ranks.
     """

@@ -391,5 +391,6 @@ class GroupedExperts(torch.nn.Module):
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Compute the output of each row's expert. There is no bias.  (N, h), (E,), (N,) -> (N, h), None"""
         # The router weight commutes with the second matrix. To apply it before is cheaper, since the width w < h.
-        hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # (N, 2 w) -> (N, w)
+        # No variable keeps the (N, 2 w) result of linear_fc1.
+        hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # (N, w)
         return self.linear_fc2(hidden, tokens_per_expert), None

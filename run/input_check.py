@@ -150,7 +150,8 @@ def read_inputs(
 def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
     """Raise InputError unless the reward scores every gold answer as correct. Otherwise the advantages would be noise.
 
-    If the reward runs in separate processes, it may be slow, so each rank checks only its share of the answers.
+    If the reward runs in separate processes, it may be slow, so each rank checks only its share of the answers. If
+    reward.check_gold is false, nothing is checked.
     """
     if not reward.check_gold:
         return
