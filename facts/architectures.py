@@ -1,7 +1,7 @@
 """The table of architectures: the modules of a layer, their names, and how ranks split them. Needs no torch.
 
-weights/, aqn, export and the engines derive what they need from `modules`. So does the plan, except for what a forward
-pass keeps and launches. Another model of a known kind is a row of FAMILIES.
+weights/, aqn, export and the engines derive their tables from `modules`. So does the plan, except for the tensors that
+a forward pass keeps and the kernels that it launches. To support another model of a known kind, add a row to FAMILIES.
 """
 
 import functools
@@ -16,7 +16,7 @@ Number = TypeVar("Number", int, float)
 class Family(NamedTuple):
     """The properties that all models of one ``model_type`` share."""
 
-    class_name: str  # the only entry of `architectures`
+    class_name: str  # the only entry of `architectures` in config.json
     qk_norm: str  # RMSNorm of queries and keys: head (of each head) | projection (of all heads together); empty: none
     shared_expert: bool
     qkv_bias: bool  # whether the queries, keys and values may have a bias
@@ -38,7 +38,7 @@ FAMILIES: dict[FamilyName, Family] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """The computation of the model. The sizes are those of the whole, unsharded model."""
+    """The settings of a model's computation. The sizes are those of the whole, unsharded model."""
 
     model_type: FamilyName
     vocab_size: int
@@ -66,17 +66,17 @@ class Architecture:
 
     @property
     def query_size(self) -> int:
-        """The outputs of the query projection, which are the inputs of the output projection."""
+        """The number of outputs of the query projection, and of inputs of the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """The outputs of the key projection, and of the value projection."""
+        """The number of outputs of the key projection. The value projection has as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
-        """The rows of the fused query, key and value projection."""
+        """The number of rows of the fused query, key and value projection."""
         return self.query_size + 2 * self.key_size
 
 
@@ -96,7 +96,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """A short name, unique in a layer; a layer has either dense matrices or those of a shared expert."""
+        """A short name. It is unique in a layer, which has either dense matrices or those of a shared expert."""
         name = (self.fused or next(iter(self.blocks))).rpartition(".")[2]
         return f"experts.{name}" if self.kind == "experts" else name
 
@@ -106,13 +106,13 @@ class Module:
 
     @functools.cached_property
     def in_size(self) -> int:
-        """The columns of a matrix; 1 for a norm, which is a vector."""
+        """The number of columns of a matrix, or 1 for a norm, which is a vector."""
         return math.prod(next(iter(self.blocks.values()))[1:])
 
 
 @functools.cache
 def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
-    """Return the modules of a MoE layer, or of a dense one, in the order in which weights are pushed to an engine."""
+    """Return the modules of an MoE or a dense layer, in the order in which weights are pushed to an engine."""
     h, query, key = arch.hidden_size, arch.query_size, arch.key_size
     before, after = "input_layernorm", "post_attention_layernorm"
     qkv = {"self_attn.q_proj": (query, h), "self_attn.k_proj": (key, h), "self_attn.v_proj": (key, h)}
@@ -144,7 +144,7 @@ def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
         fused = name.replace(".{}", "")
         gate_up = {f"{name}.gate_proj": (width, h), f"{name}.up_proj": (width, h)}
         down = {f"{name}.down_proj": (h, width)}
-        rows, columns = (None, None) if kind == "experts" else (0, 1)  # a rank has its experts whole
+        rows, columns = (None, None) if kind == "experts" else (0, 1)  # a rank has whole experts
         in_name, out_name = f"{fused}.gate_up_proj", f"{fused}.down_proj"
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
         found.append(Module(fc1, gate_up, kind, in_name, "linear_fc1", rows, after, copies=copies))
@@ -165,7 +165,7 @@ def modules(arch: Architecture, is_moe: bool) -> tuple[Module, ...]:
 
 @functools.cache
 def every_module(arch: Architecture) -> tuple[Module, ...]:
-    """Return the modules of all kinds of layers that the model has."""
+    """Return the modules of each kind of layer, dense or MoE, that the model has."""
     return tuple(module for is_moe in sorted({*arch.moe_layers}) for module in modules(arch, is_moe))
 
 
@@ -175,14 +175,14 @@ def over_layers(arch: Architecture, number: Callable[[Module], Number]) -> Numbe
 
 
 def layers(arch: Architecture) -> Iterator[tuple[str, Module]]:
-    """Yield every module with the beginning of its layer's names, `model.layers.0.`, layer by layer."""
+    """Yield every module, layer by layer, together with the prefix of its layer's names, such as `model.layers.0.`."""
     for i, is_moe in enumerate(arch.moe_layers):
         for module in modules(arch, is_moe):
             yield f"model.layers.{i}.", module
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of exactly the tensors that a model directory of this architecture contains."""
+    """Return the shapes, by name, of exactly the tensors that a model directory of this architecture contains."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)}
     for layer, module in layers(arch):
         for expert in range(module.copies):

@@ -1,25 +1,25 @@
-"""The checks in every step of a run: their names, their bounds, and the condition that each one reports.
+"""The checks in every step of a run: their names, their bounds, and the condition under which each one fires.
 
-run/tripwires.py makes them. The lists `checks.warn` and `checks.off` of a configuration contain their names.
+run/tripwires.py runs them. The lists `checks.warn` and `checks.off` of a configuration contain their names.
 """
 
 LOGP_GAP_FP32 = 1e-3  # nats per token; 1e-7 is normal
-UNPARSABLE_SHARE = 0.95  # of the completions of a step
+UNPARSABLE_SHARE = 0.95  # share of the completions of a step
 TRUNCATED_SHARE, TRUNCATED_COMPLETIONS = 0.5, 256  # checked over at least this many completions
 TRUNCATED_TEMPERATURE = 1.5  # at a higher temperature, long completions say nothing about the model
 STUCK_STEPS = 3  # steps with a KL of exactly 0 after updates, or with the same questions
-STUCK_TOKENS = {"fp32": 500, "bf16": 20_000}  # in those steps: in bf16 a small update changes few tokens
+STUCK_TOKENS = {"fp32": 500, "bf16": 20_000}  # least number in those steps: in bf16 a small update changes few tokens
 SHORTEST = 20  # below this max_new_tokens, it may be normal that no answer ends
-CONSTANT_STEPS = 20  # the first ones; with equal rewards in all of them nothing is learned
-WINDOW = 10  # steps: the mean of the last ones is compared with the mean of the first ones
+CONSTANT_STEPS = 20  # first steps of a run; if all their rewards are equal, nothing is learned
+WINDOW = 10  # steps: the mean over the last ones is compared with the mean over the first ones
 COLLAPSE_REWARD, COLLAPSE_KL = 0.2, 1.0  # share of the mean reward of the first steps; nats per token
 UNSURE = 1.0  # nats per token: with a smaller entropy, sure tokens or those capped by loss.kl may have no gradient
-LEAST_KL, LEAST_KL_COEF = 1e-3, 1e-9  # nats per token, and loss.kl_coef, above which the KL must have a gradient
-KERNEL_GAP = 0.02  # nats per token between kernels for two orders of memory; docs/policy.md has the measurements
+LEAST_KL, LEAST_KL_COEF = 1e-3, 1e-9  # nats per token, and loss.kl_coef; from these on, the KL must have a gradient
+KERNEL_GAP = 0.02  # nats per token between kernels for two memory orders; docs/policy.md has the measurements
 SPIKE_WINDOW, SPIKE_START, SPIKE_FACTOR = 50, 10, 20.0  # steps of the usual median, steps before any check, ratio to it
 ENTROPY_FLOOR = 1e-4  # nats per token
 
-# A check -> when it fires. A test compares the list in docs/checks.md with it.
+# Maps a check to the condition under which it fires. A test compares the list in docs/checks.md with this one.
 CHECKS = {
     "reward_constant": f"All rewards of the first {CONSTANT_STEPS} steps are equal.",
     "unparsable": f"More than {100 * UNPARSABLE_SHARE:g} % of the completions of a step contain no answer.",

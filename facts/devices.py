@@ -1,7 +1,7 @@
-"""The device of one rank: its data sheet, and the share of it that software reaches. Nothing here imports torch.
+"""The device of one rank: its data sheet, and the share of its peak that software reaches. Imports no torch.
 
-This share is a median of published figures, or it comes from your own run (plan/calibrate.py). A device without either
-has no overhead, which gives a plain roofline.
+This share is a median of published figures, or it comes from your own run (plan/calibrate.py). A device with neither
+counts as having no overhead, so its estimate is a plain roofline.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ FORWARD_LAUNCHES = 64  # for a forward pass with frozen weights: 3,073 calls in 
 MERGE_LAUNCHES = 4  # more calls for each matrix that a pass merges: a product, a scaling, a sum and a cast
 UPDATE_LAUNCHES = {True: (79, 179), False: (99, 97)}  # model.recompute -> calls in an update's passes, without merges
 
-SPREAD = 1.5  # chosen so that few published steps are further away (tests/rooms/plan/test_preflight.py)
+SPREAD = 1.5  # chosen so that few published steps are outside the range (tests/rooms/plan/test_preflight.py)
 
 
 class Range(NamedTuple):
-    """The least and the most seconds that something takes, according to the published runs."""
+    """The shortest and the longest time, in seconds, that the published runs make likely."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ def three_digits(value: float) -> str:
 
 
 def spread(expected: float) -> Range:
-    """Return the range around an estimate."""
+    """Return the range from ``expected`` / SPREAD to ``expected`` x SPREAD."""
     return Range(expected / SPREAD, expected * SPREAD)
 
 
@@ -52,11 +52,11 @@ class Hardware:
 
     @property
     def launch_seconds(self) -> float:
-        """Seconds of one kernel launch by the host. A layer of a decode step counts like one of a forward pass."""
+        """The seconds of one kernel launch by the host. A layer of a decode step counts like one of a forward pass."""
         return self.eager_layer_seconds / FORWARD_LAUNCHES
 
     def sends(self, size: float, away: float) -> float:
-        """Return the seconds for ``size`` bytes. A share ``away`` leaves the node, while the rest uses the link."""
+        """Return the seconds to send ``size`` bytes. A share ``away`` leaves the node, while the rest uses the link."""
         return max(size * (1 - away) / self.link, size * away / self.between_nodes)
 
 

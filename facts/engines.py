@@ -1,6 +1,6 @@
-"""Facts about each engine that the rest of the program needs before it exists. A new engine is a row here and a module.
+"""Facts about each engine that the program needs before the engine exists. A new engine needs a row here and a module.
 
-The module has the check_engine and the open_engine of engines/factory.py, as `check` and `open_engine`. This file
+The module defines `check` and `open_engine`, which check_engine and open_engine in engines/factory.py call. This file
 imports nothing of the project.
 """
 
@@ -8,26 +8,26 @@ from typing import Literal, NamedTuple
 
 
 class Kind(NamedTuple):
-    """An engine as plan, rules and configuration see it."""
+    """The properties of an engine that the plan, the rules and the configuration use."""
 
     module: str
     keys: tuple[str, ...] = ()  # keys of the section rollout that other engines do not read
     splits: bool = False  # rollout.tensor ranks share a replica; otherwise each rank has one
-    reserves: bool = False  # takes rollout.kv_cache_mib, and memory for graphs, at its start; otherwise wave by wave
+    reserves: bool = False  # takes rollout.kv_cache_mib, and memory for graphs, at its start; otherwise for each wave
     refills: bool = False  # a waiting row starts as soon as another one ends; otherwise with the next wave
     prefers_factors: bool = False  # in bf16 it keeps LoRA factors apart from the weights
-    packs_on: tuple[str, ...] = ()  # devices on which it packs its experts, so that a trainer cannot compute with them
+    packs_on: tuple[str, ...] = ()  # devices on which it packs its experts in a form that a trainer cannot use
     packages: str = ""  # the set of packages that launch/setup_cpu.sh installs for it
 
 
 def whole_experts(device: str, *, routes: bool, adapter: bool) -> bool:
-    """Return whether each rank of a replica of vLLM has some experts whole; otherwise it has a part of every expert.
+    """Return whether each rank of a vLLM replica stores whole experts. Otherwise it has a part of every expert.
 
-    It has parts on a CPU, where vLLM's expert parallelism crashes. It has parts on an NPU while routes are recorded:
-    otherwise the ranks would split the tokens, and vllm-ascend 0.23.0 would record the routes of one rank's share. It
-    also has parts on an NPU with an adapter. Otherwise vllm-ascend 0.30.0rc2 would exchange tokens by AlltoAll, which
-    copies counts to the host in each layer, so that no graph can be captured (ascend_forward_context.py,
-    select_moe_comm_method).
+    A rank has parts in three cases. The first is a CPU, where vLLM's expert parallelism crashes. The second is an NPU
+    if routes are recorded. With whole experts, the ranks would split the tokens, and vllm-ascend 0.23.0 would record
+    the routes of one rank's share only. The third is an NPU with an adapter. With whole experts, vllm-ascend 0.30.0rc2
+    would exchange tokens by AlltoAll, which copies counts to the host in each layer. Then no graph can be captured
+    (ascend_forward_context.py, select_moe_comm_method).
     """
     return device != "cpu" and not (device == "npu" and (routes or adapter))
 

@@ -1,11 +1,11 @@
-"""Limits of what trainer and sampler store at one time. The program keeps to them, and the plan counts with them."""
+"""Limits on the data that trainer and sampler store at one time. The program keeps to them, and the plan uses them."""
 
 from facts.architectures import Architecture
 
 ROWS_PER_CHUNK = 2048  # enough to keep any device busy; the logits of a small vocabulary then fit into the cache
-PIECE = 2**26  # bytes of dequantised experts
-INT4_GROUP = 32  # neighbours along the input of a matrix share a scale in int4
-STACK = 2**26  # elements of experts that are merged at once, or one expert: a quarter of a GiB in fp32
+PIECE = 2**26  # bytes of dequantised experts at one time
+INT4_GROUP = 32  # this many neighbours along the input of an int4 matrix share a scale
+STACK = 2**26  # elements of experts that are merged at once, a quarter of a GiB in fp32; at least one expert
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}  # model.dtype -> bytes of one number
 # MiB of the buffer of an HCCL communicator, by Megatron's name of the group. A communicator has two such buffers on
 # every rank. A smaller buffer only cuts a transfer into more slices. A group without an entry, like those of the
@@ -21,7 +21,7 @@ CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and k
 
 
 def logits_per_chunk(device: str) -> int:
-    """Return how many fp32 logits exist at one time on a type of device, for any batch.
+    """Return how many fp32 logits may exist at one time on this type of device, for any batch.
 
     An accelerator reads the whole head again for each chunk, so a few large chunks are faster.
     """
@@ -29,7 +29,7 @@ def logits_per_chunk(device: str) -> int:
 
 
 def int4_bytes(out: int, inputs: int, element: int) -> int:
-    """Return the bytes of an int4 matrix (hardware/quantisation.py), if the model's numbers have ``element`` bytes."""
+    """Return the bytes of an int4 matrix (hardware/quantisation.py). A scale has ``element`` bytes."""
     return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 

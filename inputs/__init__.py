@@ -1,1 +1,1 @@
-"""Reads the user's input and refuses bad input in one line. Opens no model and starts nothing."""
+"""Reads the user's input and refuses bad input with a one-line message. Opens no model and starts nothing."""

@@ -1,7 +1,7 @@
 """Reads the configuration of a run, one YAML file and `section.key=value` on the command line, into knobs.Config.
 
 Four faults stop a run before any weight is read: an unknown key, a wrong type, values that cannot work together
-(inputs/rules.py), and a key that the run would not read. Imports no torch.
+(inputs/rules.py), and a key that the run would not read. This file does not import torch.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from knobs import FUNCTION, AqnConfig, ChecksConfig, Config, ParallelConfig, Sec
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of resolve_config, without its notes."""
+    """Return the configuration that resolve_config returns, without the notes."""
     return resolve_config(path, overrides)[0]
 
 
 def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: bool = True) -> tuple[Config, list[str]]:
-    """Return the file at ``path`` with the overrides applied, and notes for the user. Raises InputError for any fault.
+    """Return the configuration in the file at ``path`` with the overrides applied, and notes for the user.
 
-    The file must be valid without the overrides. An idle key, which the run would not read, is an error in the file and
-    among the overrides. But if only the overrides make a key of the file idle, the key takes its default, and a note
-    says so. The same holds for an override `section.key:=value`, which the run scripts use. Without ``layout``, the
-    caller checks the sizes of the layout.
+    The file must be valid without the overrides. An idle key is one that the run would not read. It is an error in the
+    file and among the overrides. But if only the overrides make a key of the file idle, the key takes its default, and
+    a note says so. The same holds for an override `section.key:=value`, which the run scripts use. Without ``layout``,
+    this function does not check the sizes of the layout, so the caller must. Raises InputError for any fault.
     """
     file_tree = read_file(path)
     of_file = _typed(file_tree, f"{path}: ")
@@ -60,7 +60,8 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
 def _overridden(tree: dict, overrides: Sequence[str]) -> tuple[dict, set[str], list[str]]:
     """Return ``tree`` with the overrides applied, the keys that the user gave, and notes.
 
-    For a key of three parts, its first two parts also count as given. A key that ends in `:` comes from a script.
+    If a given key has three parts, its first two parts also count as given. A key that ends in `:` comes from a script
+    and does not count as given.
     """
     given: set[str] = set()
     notes = []
@@ -84,7 +85,8 @@ def _without(tree: dict, keys: Iterable[str]) -> dict:
 def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[str]) -> None:
     """Raise InputError if model.path was overridden with a missing folder, unless the user wants a tiny model there.
 
-    The path may be mistyped, or name a model to download. Another override of tiny_model asks for a tiny model.
+    The path may be mistyped, or may name a model that has yet to be downloaded. If a key of tiny_model was overridden,
+    the user wants a tiny model. Without the section tiny_model, this function does nothing.
     """
     wants_tiny_model = any(key.startswith("tiny_model.") for key in given)
     if tiny is not None and not wants_tiny_model and not Path(path).exists():
@@ -95,12 +97,15 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 
 
 def load_recorded(path: Path) -> Config:
-    """Return the configuration that a run has recorded. Raises InputError if a value differs from that in REMOVED."""
+    """Return the configuration that a run has recorded.
+
+    Raises InputError if a removed key has another value than in REMOVED.
+    """
     return recorded_config(read_file(path), path)
 
 
 def recorded_config(recorded: dict[str, Any], where: Path) -> Config:
-    """Return the configuration that the file ``where`` has ``recorded``. Raises InputError as load_recorded does."""
+    """Return ``recorded``, read from the file ``where``, as a Config. Raises InputError as load_recorded does."""
     return _typed(of_today(recorded), f"{where}: ")
 
 
@@ -130,9 +135,10 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParser:
-    """Return a parser for CONFIG and its overrides.
+    """Return an argument parser for CONFIG and its overrides.
 
-    ``about`` is the docstring of the command, and ``config`` has the options of CONFIG.
+    ``about`` is the docstring of the command; its first paragraph becomes the description. ``config`` has arguments of
+    add_argument for CONFIG. They replace the default ones.
     """
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
     of_config: dict[str, Any] = {"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option}
@@ -142,7 +148,7 @@ def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParse
 
 
 def text_option(text: str) -> str:
-    """Return user_path of an option. If it is refused, argparse prints the reason."""
+    """Return the text of an option, checked by user_path. If user_path refuses it, argparse prints the reason."""
     try:
         return user_path(text)
     except ValueError as error:
@@ -150,7 +156,7 @@ def text_option(text: str) -> str:
 
 
 def path_option(text: str) -> Path:
-    """Return text_option as a path."""
+    """Return the text of an option as a path, checked as in text_option."""
     return Path(text_option(text))
 
 
@@ -163,7 +169,10 @@ def flatten(tree: dict) -> dict[str, Any]:
 
 
 def _with(tree: dict, key: str, value: Any) -> dict:
-    """Return a copy of ``tree`` in which the dotted ``key`` has ``value``. Other members of an option stay the same."""
+    """Return a copy of ``tree`` in which the dotted ``key`` has ``value``. Raises InputError if ``key`` is a section.
+
+    A key of three parts sets one member of a mapping; its other members stay the same.
+    """
     section, dot, name = key.partition(".")
     if not dot:
         if key in _sections() and not (key == "tiny_model" and value is None):
@@ -179,14 +188,14 @@ def _with(tree: dict, key: str, value: Any) -> dict:
 
 
 def _refuse_idle(keys: Iterable[str], idle: dict[str, str], where: str) -> None:
-    """Raise InputError if some of ``keys`` are ``idle``, with the reason for each."""
+    """Raise InputError if any of ``keys`` are in ``idle``, which maps each idle key to the reason."""
     if unread := [
         f"{where}{key}: has no effect because {reason}; remove it" for key, reason in idle.items() if key in keys
     ]:
         raise InputError("; ".join(unread))
 
 
-# Maps the type of an error of pydantic to the kind of value that is needed.
+# Maps pydantic's error types to the kind of value that is needed.
 NEEDED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -212,15 +221,19 @@ NEEDED = {
 
 
 def _typed(tree: dict, where: str) -> Config:
-    """Return the Config of a raw tree. Raises InputError with the first three faults, each after ``where``."""
+    """Return ``tree``, as read from YAML, as a Config. Raises InputError with the first three faults.
+
+    Each fault in the message begins with ``where``.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False)
         with_bad_members = {one["loc"][:-1] for one in found}
         paths = {one["loc"][:-1] for one in found if _of_function(one) and one["type"] == "value_error"}
-        # A key that takes a choice or a function has two faults. The second one, about the function, counts if its
-        # path is wrong. pydantic also calls a list too short if all its members are wrong.
+        # For a key that takes a choice or a function, pydantic reports two faults. The one about the function is shown
+        # if the function's path is wrong, otherwise the one about the choice. pydantic also calls a list too short if
+        # all its members are wrong.
         faults = [
             where + _sentence(one)
             for one in found
@@ -235,7 +248,7 @@ def _of_function(fault: Any) -> bool:
 
 
 def _sentence(fault: Any) -> str:
-    """Return one error of pydantic in this project's words: the key, the kind of value needed, and the value found."""
+    """Return a message for one error of pydantic: the key, the kind of value needed, and the value found."""
     or_function = ", or FILE.py:NAME" * str(fault["loc"][-1]).startswith("literal[")
     section, *rest = where = fault["loc"][:-1] if or_function or _of_function(fault) else fault["loc"]
     key = str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
@@ -257,7 +270,7 @@ def _sentence(fault: Any) -> str:
 
 
 def _sections(model: type[Section] = Config, within: str = "") -> dict[str, type[Section]]:
-    """Return the model of every section by its dotted name, including sections within sections."""
+    """Return the pydantic class of each section by its dotted name, including sections within sections."""
     found = {
         within + name: kind
         for name, field in model.model_fields.items()
@@ -278,7 +291,7 @@ def unknown_checks(checks: ChecksConfig) -> list[str]:
 
 
 def _suggestion(name: str, section: str) -> str:
-    """Suggest the same key in another section, or the most similar known key, in place of an unknown key."""
+    """Suggest a replacement for an unknown key: the same key elsewhere, the most similar key here, or all keys here."""
     sections = _sections()
     if elsewhere := [f"{other}.{name}" for other, model in sections.items() if name in model.model_fields]:
         return f"did you mean {' or '.join(elsewhere)}?"
@@ -331,8 +344,8 @@ MAY_CHANGE = frozenset(
     | {key for key in REMOVED if key.startswith(("parallel.", "checks.", "model.attention_shapes"))}
 )
 
-# A resume may also change when to evaluate, the use of graphs, and the paths of files whose content is compared with
-# inputs.json. Between two different runs, these keys still count as differences.
+# A resume may also change when and on which sets to evaluate, whether graphs are used, and the paths of files whose
+# content is compared with inputs.json. Between two different runs, these keys still count as differences.
 MAY_CHANGE_AT_RESUME = (
     MAY_CHANGE
     | {"eval.every", "eval.sets", "rollout.enforce_eager", "model.path", "loss.teacher"}
@@ -341,7 +354,10 @@ MAY_CHANGE_AT_RESUME = (
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Return every key that the run reads, in the order of knobs.py, as plain values that load_config accepts."""
+    """Return the sections of ``cfg`` with every key that the run reads, in the order of knobs.py.
+
+    The values are plain ones that load_config accepts.
+    """
     idle = idle_keys(cfg)
     return {
         name: {k: v for k, v in value.items() if f"{name}.{k}" not in idle} if isinstance(value, dict) else value
@@ -350,14 +366,14 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 
 def to_yaml(cfg: Config) -> str:
-    """Return to_dict as the text of a configuration file."""
+    """Return the result of to_dict as the text of a configuration file."""
     return dump_yaml(to_dict(cfg))
 
 
 def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded to_dict without the keys of REMOVED whose value is the one that is fixed now.
+    """Return a recorded configuration without the removed keys whose value is the one in REMOVED.
 
-    Another version of the code may have recorded it.
+    ``recorded`` is a result of to_dict. Another version of the code may have recorded it.
     """
     return {
         name: {k: v for k, v in value.items() if REMOVED.get(f"{name}.{k}") != v} if isinstance(value, dict) else value
@@ -368,8 +384,8 @@ def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
 def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
     """Return a line "section.key: old -> new" for each key that differs and is not in ``may``.
 
-    ``old`` and ``new`` are results of to_dict. If only one of them has a key, the key is newer than the other one, or
-    idle there. The other one then counts as having the default.
+    ``old`` and ``new`` are results of to_dict. If one of them lacks a key, it is older than the key, or the key is idle
+    there. Its value is then taken to be the default.
     """
     before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}
@@ -386,10 +402,10 @@ def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
 
 
 def changes_at_resume(old: dict, new: dict) -> tuple[list[str], list[str]]:
-    """Return changed_keys in two lists: the changes that a resume refuses, and those that it accepts.
+    """Return the lines of changed_keys in two lists: the changes that a resume refuses, and those that it accepts.
 
-    A resume may increase train.steps if no schedule depends on it. Otherwise the line gives the reason. A resume may
-    neither add nor remove a teacher.
+    A resume may increase train.steps if no schedule depends on it. If a change of train.steps is refused, its line
+    gives the reason. A resume may neither add nor remove a teacher.
     """
     before, after = flatten(old).get("train.steps"), flatten(new)
     against = {

@@ -33,19 +33,19 @@ POINTERS = (b"version https://git-lfs.github.com/spec/", b"# xet version ", b"/a
 
 
 def shown(value: object) -> str:
-    """Format a value for an error message, as YAML writes it, in one line of at most 60 characters."""
+    """Format a value for an error message in at most 60 characters: a bool as in YAML, None as "nothing"."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Return at most ten names for an error message, in order, and the number of other names."""
+    """Return at most ten names for an error message, in alphabetical order, and the number of other names."""
     known = sorted(names)
     return (", ".join(known[:10]) or "none") + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape the control characters in ``text`` except those in ``kept``. They could change a terminal's state."""
+    """Escape the control characters in ``text``, which could change a terminal's state. Those in ``kept`` stay."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
@@ -64,7 +64,7 @@ def first_three(names: list[str]) -> str:
 
 
 def print_every_letter() -> None:
-    """Let `print` escape letters that the encoding of the output lacks, because file names may have any letter."""
+    """Let `print` escape characters that the output's encoding lacks, because file names may have any character."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -72,8 +72,8 @@ def print_every_letter() -> None:
 def of_the_user(error: BaseException) -> bool:
     """Return whether ``error`` is about the user's input, so that one line and exit code 2 are enough.
 
-    A system error is about the input if it names a file or a full disk. A system error without a number comes from a
-    library that has looked for a file. A lost connection is not about the input.
+    A system error is about the input if it names a file or reports a full disk. This also holds for a system error
+    without a number, which comes from a library that has looked for a file. A lost connection is not about the input.
     """
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return bool(error.filename) or error.errno in (None, errno.ENOSPC, errno.EDQUOT)
@@ -81,9 +81,10 @@ def of_the_user(error: BaseException) -> bool:
 
 
 def report(message: str, late: bool = False) -> None:
-    """Print why this process ends. Ranks other than 0 wait 2 seconds, so that the message of rank 0 comes first.
+    """Print why this process ends. Ranks other than 0 first wait 2 seconds, so that the message of rank 0 comes first.
 
-    torchrun then prints its own traceback. The last lines of that traceback show the file that this function writes.
+    With ``late``, rank 0 waits as well. This function also writes the message to the file that torchrun names in
+    TORCHELASTIC_ERROR_FILE. When torchrun then prints its own traceback, the last lines show this file.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0" or late:
@@ -105,7 +106,7 @@ def refuse_pointer(path: str | Path, file: io.BufferedReader) -> None:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[io.BufferedReader]:
-    """Make the file at ``path`` open for reading in this block. Only this function opens a user's file.
+    """Open the file at ``path`` for reading in this block. Only this function opens a user's file.
 
     Raises InputError with the name of the file for every system error, including an error while the file is read.
     """
@@ -117,14 +118,14 @@ def opened(path: str | Path) -> Iterator[io.BufferedReader]:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return the content of a file. Raises InputError if it cannot be read."""
+    """Return the content of a file. Raises InputError if it cannot be read or is only a pointer (refuse_pointer)."""
     with opened(path) as file:
         refuse_pointer(path, file)
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """Return read_bytes as text. Raises InputError for bytes that are not UTF-8."""
+    """Return the content of a file as text. Raises InputError if it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,12 +143,12 @@ def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not valid, or if an object has two equal keys."""
+    """Return the value of a JSON text. Raises ValueError if the text is invalid or an object has two equal keys."""
     return json.loads(text, object_pairs_hook=without_twins)
 
 
 def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises InputError for another value, or if one of ``keys`` is missing."""
+    """Return the object in a JSON file. Raises InputError if there is no valid object or one of ``keys`` is missing."""
     text = read_text(path)
     try:
         content = parse_json(text)
@@ -161,7 +162,7 @@ def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
-    """Return ``content`` of the file ``where`` as a pydantic model. Raises InputError with the first fault."""
+    """Return ``content``, read from the file ``where``, as a ``model``. Raises InputError with the first fault."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -171,7 +172,10 @@ def validated(model: type[Content], content: Any, where: Path) -> Content:
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Return the tensors of a safetensors file by name. They are mapped, so only the used parts are read from disk."""
+    """Return the tensors of a safetensors file by name.
+
+    They are memory-mapped, so only the used parts are read from disk.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -184,7 +188,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until the file at ``path``, or the names in that folder, would survive a power cut."""
+    """Wait until ``path`` would survive a power cut: the content of a file, or the list of names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -194,9 +198,9 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
-    """Turn a full disk, a missing permission and the ``others`` into InputError in this block.
+    """Turn system errors and exceptions of the types ``others`` into InputError in this block.
 
-    The user can correct them.
+    Examples are a full disk and a missing permission, which the user can correct.
     """
     try:
         yield
@@ -207,7 +211,7 @@ def disk_errors(where: str | Path, *others: type[Exception]) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that has its old or its whole new content, whenever the process or the machine stops."""
+    """Write a file so that it has its old or its whole new content, whenever the process or the machine stops."""
     aside = path.with_name(f".{path.name}.tmp")
     # surrogateescape is needed because file names need not be UTF-8.
     aside.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
@@ -224,10 +228,11 @@ def refuse_used(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
-    """Make a folder to fill (`aside`) in this block, which gets the name ``folder`` at the end.
+    """Make a temporary folder to fill in this block, and rename it to ``folder`` at the end of the block.
 
-    So no half-written folder ever has that name. Only the remains of an error or of a killed process are removed.
-    Raises InputError if ``folder`` is in use or cannot be written, and for errors of type ``others``.
+    So ``folder`` is never half-written. The temporary folder (`aside`) is removed if the block raises an error or if a
+    killed process has left it; nothing else is removed. Raises InputError if ``folder`` exists and is not empty, if it
+    cannot be written, and for errors of the types ``others``.
     """
     target = Path(os.path.realpath(folder))
     filling = aside(folder)
@@ -248,7 +253,7 @@ def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
 
 
 def aside(folder: Path) -> Path:
-    """Return the path at which whole_folder fills ``folder``. Only this project gives folders such a name."""
+    """Return the path of whole_folder's temporary folder for ``folder``. Only this project uses names of this form."""
     target = Path(os.path.realpath(folder))
     return target.with_name(f".unfinished-{target.name}")
 
@@ -259,7 +264,7 @@ def aside(folder: Path) -> Path:
 def variable(name: str, default: int, low: int, high: int) -> int:
     """Return the whole number in the environment variable ``name``, or ``default`` if it is not set.
 
-    Raises InputError for any other text, and for a number outside ``low`` to ``high``.
+    Raises InputError if the text is not a whole number from ``low`` to ``high``.
     """
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
@@ -289,7 +294,7 @@ SCALARS = [
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader with the rules of SCALARS, in which a key that is given twice is an error."""
+    """A SafeLoader that reads plain scalars by the rules of SCALARS and refuses a mapping with a repeated key."""
 
     yaml_implicit_resolvers = {None: SCALARS}
 
@@ -303,9 +308,9 @@ class StrictLoader(yaml.SafeLoader):
 
 
 class StrictDumper(yaml.SafeDumper):
-    """SafeDumper that writes each list and each text on one line, and quotes text that YAML could read as another type.
+    """A SafeDumper that writes each list and each text on one line.
 
-    It follows both YAML 1.1 and YAML 1.2.
+    It quotes text that YAML 1.1 or YAML 1.2 would read as another type.
     """
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: SCALARS}
@@ -318,7 +323,7 @@ class StrictDumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML text under StrictLoader. Raises InputError with the line if it is not valid."""
+    """Return the value that StrictLoader reads from a YAML text. Raises InputError, with the line, for invalid text."""
     try:
         return yaml.load(text, StrictLoader)
     except Exception as error:  # PyYAML's constructors of !!int, !!timestamp and others raise any exception

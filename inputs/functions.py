@@ -1,6 +1,6 @@
 """Functions that a configuration names as FILE.py:NAME: a reward, an environment, an advantage, a loss per token.
 
-Only the named file and its own imports are imported, never a file that data or a model's folder names.
+Only the named file and the files that it imports are run, never a file that the data or a model's folder names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NEEDED = "give FILE.py:NAME, a Python file and a function in it"
 def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
     """Return the function named FILE.py:NAME. The file can import other modules from its folder.
 
-    Raises InputError if the file does not exist or cannot be imported, or if the function does not take ``arguments``.
+    Raises InputError if the file does not exist, cannot be imported or lacks the function, or if the function does not
+    take ``arguments``. The message begins with ``key``, the key of the configuration.
     """
     file, _, name = named.rpartition(":")
     path = Path(file)
@@ -59,13 +60,16 @@ def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
 
 
 def line_of(trace: TracebackType | None, path: Path) -> str:
-    """Return `, line N` with the last line of ``path`` in a traceback, or "" if there is none."""
+    """Return `, line N` for the last line of the file ``path`` in a traceback, or "" if the file is not in it."""
     lines = [frame.lineno for frame in traceback.extract_tb(trace) if Path(frame.filename) == path]
     return f", line {lines[-1]}" if lines else ""
 
 
 def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> list[tuple[str, str, Path]]:
-    """Return the existing files of all named functions, each as key, name relative to its folder, and path."""
+    """Return the existing files of all named functions, and the files that they import.
+
+    Each file comes as the key, its path relative to the folder of the named file, and its full path.
+    """
     named = {
         "reward.function": reward.function,
         "loss.advantage": loss.advantage,
@@ -82,9 +86,10 @@ def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> lis
 
 
 def with_imports(path: Path) -> list[Path]:
-    """Return a Python file and every module that it imports, anywhere in it, from its folder or from PYTHONPATH.
+    """Return a Python file and all files that it imports, directly or not, from its folder or from PYTHONPATH.
 
-    Raises InputError if the file is not Python. environment.json already lists the packages that pip has installed.
+    An import at any place in a file counts. Files in site-packages are left out, because environment.json already lists
+    the packages that pip has installed. Raises InputError if the file is not valid Python.
     """
     folders = [str(path.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     finder = ModuleFinder(path=folders)
@@ -102,18 +107,24 @@ def with_imports(path: Path) -> list[Path]:
 
 @functools.cache
 def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
-    """Return loss.advantage: the name of a formula, or a function whose errors are InputErrors.  (P, G) -> (P, G)"""
+    """Return ``value``, which is loss.advantage, if it names a formula. Otherwise return the function that it names.
+
+    The function raises InputError for all of its errors.  (P, G) -> (P, G)
+    """
     return _checked("loss.advantage", value, "rewards", _check_advantages) if ":" in value else value
 
 
 @functools.cache
 def token_loss(value: str) -> str | Callable[[Any], tuple[Tensor, dict[str, Tensor]]]:
-    """Return loss.kind: the name of a formula, or a function of grpo.LossInputs whose errors are InputErrors."""
+    """Return ``value``, which is loss.kind, if it names a formula. Otherwise return the function that it names.
+
+    The function takes grpo.LossInputs and raises InputError for all of its errors.
+    """
     return _checked("loss.kind", value, "inputs", _check_losses) if ":" in value else value
 
 
 def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], str]) -> Callable[[Any], Any]:
-    """Load the function and make it raise InputError for its exceptions, and for results that ``check`` refuses."""
+    """Load a function and wrap it to raise InputError for its exceptions and for results that ``check`` refuses."""
     function = load(key, named, argument)
 
     def called(given: Any) -> Any:
@@ -131,7 +142,7 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 
 
 def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
-    """Call the functions of advantage and loss once, with small tensors. Raises InputError as the run would."""
+    """Call the user's advantage and loss functions once, with small tensors. Raises InputError as the run would."""
     of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
         return
@@ -149,9 +160,10 @@ def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
 
 
 def compare_orders(loss: LossConfig) -> None:
-    """Raise InputError unless the functions of advantage and loss are reproducible and ignore the order of their rows.
+    """Raise InputError unless the user's advantage and loss functions are reproducible and independent of row order.
 
-    An advantage must also ignore the order of the completions of a question.
+    Each row must get the same result in any order of the rows. For an advantage, the same holds for the order of the
+    completions of a question.
     """
     import torch
 
@@ -189,7 +201,7 @@ def _require(alike: bool, key: str, named: str) -> None:
 
 
 def _shape(result: Any) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, or the name of another type."""
+    """Return the shape of a tensor, or the name of the type of any other value."""
     return tuple(result.shape) if hasattr(result, "shape") else type(result).__name__
 
 

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face config.json into the architecture that this project trains, or refuses it.
+"""Reads a Hugging Face config.json into an Architecture, or refuses a model that this project cannot train.
 
-Supported: Qwen3MoeForCausalLM (Qwen3-30B-A3B) and Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B), also with some dense layers,
-and OlmoeForCausalLM (OLMoE-1B-7B).
+It supports Qwen3MoeForCausalLM (Qwen3-30B-A3B), Qwen2MoeForCausalLM (Qwen1.5-MoE-A2.7B) and OlmoeForCausalLM
+(OLMoE-1B-7B). The first two may have some dense layers.
 Every option that would change the computation is read or refused here; none is ignored. This file does not import
 torch.
 """
@@ -16,14 +16,14 @@ from facts.root import ROOT
 from inputs.files import read_object, shown
 from knobs import TinyModelConfig
 
-PUBLISHED = ROOT / "configs"  # <name>.config.json, to plan a run before the download
+PUBLISHED = ROOT / "configs"  # has <name>.config.json, to plan a run before the download
 
 # Upper bounds far above any known model: a list of the names and shapes of all tensors must fit into memory.
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096, "max_position_embeddings": 2**31}
-MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # of any other key; of layers x experts
+MOST_SIZE, MOST_MATRICES = 2**24, 2**17  # for any other key; for layers x experts
 
-# Options with one supported value, which is also their meaning if they are absent. use_sliding_window is the switch:
-# the configurations of Qwen also have a sliding_window, which is unused while the switch is false.
+# Options for which only one value is supported. An absent option has this value. use_sliding_window is the switch: the
+# configurations of Qwen also have a sliding_window, which is unused while the switch is false.
 SUPPORTED = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -35,7 +35,7 @@ SUPPORTED = {
 
 
 def read(model_dir: str | Path) -> Architecture:
-    """Return the architecture in ``model_dir``/config.json. Raises InputError for a broken file or a bad option."""
+    """Return the architecture in ``model_dir``/config.json. Raises InputError for a bad file or option."""
     return parse(*_config_json(model_dir))
 
 
@@ -61,7 +61,10 @@ class Raw(NamedTuple):
         self.refuse_if(found != supported, f"{key} = {shown(found)} is not supported; only {shown(supported)} is")
 
     def need(self, key: str, kind: type = int, default: Any = None) -> Any:
-        """Return the value of ``key``, positive if it is a number, or ``default`` where it is absent or null."""
+        """Return the value of ``key``, or ``default`` if the key is absent or null.
+
+        Raises InputError if the value has another type, is a number that is not positive, or is too large.
+        """
         value: Any = default if self.values.get(key) is None else self.values[key]
         self.refuse_if(value is None, f"{key} is missing")
         number = kind in (int, float)
@@ -121,7 +124,7 @@ def parse(values: dict, where: str = "config.json") -> Architecture:
 
 
 def _refuse_unsupported(raw: Raw, family: Family) -> None:
-    """Raise InputError for an option that would change the computation."""
+    """Raise InputError if an option would change the computation in a way that is not supported."""
     raw.refuse_unless("architectures", raw.values.get("architectures") or [family.class_name], [family.class_name])
     for key, only in SUPPORTED.items():
         raw.refuse_unless(key, raw.values.get(key, only), only)
@@ -136,9 +139,9 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
 
 
 def _rope_theta(raw: Raw) -> float:
-    """Return the base of RoPE. Raises InputError for scaling, and for two different bases.
+    """Return the base of RoPE. Raises InputError for RoPE scaling and for two different bases.
 
-    transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one object rope_parameters.
+    transformers 4 writes rope_theta and rope_scaling; transformers 5 writes one object, rope_parameters.
     """
     rope = raw.need("rope_parameters", dict, {}) | raw.need("rope_scaling", dict, {})
     for key, only in {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}.items():
@@ -165,7 +168,7 @@ def _num_experts(raw: Raw, num_layers: int) -> int:
 
 
 def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has experts."""
+    """Return for each layer whether it has experts."""
     sparse_step, dense = raw.need("decoder_sparse_step", int, 1), raw.need("mlp_only_layers", list, [])
     for layer in dense:
         raw.refuse_if(
@@ -176,7 +179,7 @@ def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
 
 
 def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:
-    """Return the architecture that a run would have, and the source of its description. Needs no weights."""
+    """Return the architecture that a run would train, and the source of its description. Needs no weights."""
     raw, where = settings(path, tiny, row_tokens)
     return parse(raw, where), where
 
@@ -184,9 +187,9 @@ def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[A
 def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[dict, str]:
     """Return the decoded config.json of a model, and the source of its description.
 
-    The source is the tiny_model section, for rows of ``row_tokens``, or the folder model.path. If that folder does not
-    exist, it is the published config.json in configs/ of a model with that name. Raises InputError if there is no
-    source.
+    If ``tiny`` is set, the source is the section tiny_model, and the model takes rows of ``row_tokens`` tokens.
+    Otherwise the source is the folder ``path``. If this folder does not exist, the source is the published config.json
+    in configs/ for a model with the folder's name. Raises InputError if that does not exist either.
     """
     if tiny is not None:
         return tiny_settings(tiny, row_tokens), "tiny_model"

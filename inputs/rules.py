@@ -1,4 +1,4 @@
-"""Rules for a typed configuration: no key may have no effect, and no values may contradict each other.
+"""Rules for a typed configuration: every key must have an effect, and values must not contradict each other.
 
 `problems` applies the rules that need no model, then the rules about the model and the number of ranks. An engine adds
 rules that depend on its installed package. A message names the key, the value found, the value needed, and the nearest
@@ -33,10 +33,10 @@ from knobs import (
     TrainConfig,
 )
 
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower temperature to 0.01 and refuses a higher one
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises a value below 0.01 to it, and refuses one above 2
 LARGEST_ADAPTER_RANK = 512  # the limit of vLLM's LoRA
 VOCABULARY_BLOCK = 64  # tokens; vLLM pads the embedding and the head to a multiple of it
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernel for a CPU
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's attention kernel for a CPU
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 STREAMED = "or set rollout.expert_parallel to false, which pushes whole tensors"
 ENGINE_TORCH = "or set rollout.engine to torch"
@@ -47,7 +47,7 @@ def problems(
 ) -> list[str]:
     """Return the messages of all broken rules. Without ``arch`` and ``ranks``, only rules that need neither apply.
 
-    Without ``layout``, the first two rules, about the sizes of the layout, do not apply.
+    Without ``layout``, the rules about the sizes of the layout (engine_shards and batch_sizes) do not apply.
     """
     found: list[str] = []
     if layout:
@@ -79,7 +79,7 @@ def _no_warm_start(tiny: TinyModelConfig | None) -> bool:
     return tiny is None or tiny.warm_start_steps == 0
 
 
-# Each row has a test whether the run would ignore the keys, the reason, and the keys.
+# Each row has a test of whether the run would ignore the keys, the reason, and the keys.
 IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: _no_warm_start(c.tiny_model), "tiny_model.warm_start_steps is 0",
      "tiny_model.drills_per_batch tiny_model.teacher_right tiny_model.teacher_calls "
@@ -122,7 +122,7 @@ def idle_keys(cfg: Config) -> dict[str, str]:
 
 
 def nearest(value: int, working: Sequence[int]) -> str:
-    """Return the next smaller and the next larger of ``working`` around ``value``, as text for an error message."""
+    """Return the largest of ``working`` below ``value`` and the smallest above it, as text for an error message."""
     smaller = sorted(w for w in working if w < value)
     larger = sorted(w for w in working if w > value)
     return ", ".join(map(str, smaller[-1:] + larger[:1])) or "none"
@@ -135,9 +135,9 @@ def divisors(number: int) -> list[int]:
 
 
 def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
-    """Yield why vLLM's shards would differ from the trainer's, which rollout.expert_parallel does not allow.
+    """Yield the reasons why vLLM's shards would differ from the trainer's.
 
-    ``device`` is the value of the key, or the resolved device.
+    rollout.expert_parallel does not allow this. ``device`` is the value of the key device, or the resolved device.
     """
     if rollout.expert_parallel and device in ("cpu", "cuda"):
         yield f"rollout.expert_parallel: vLLM packs its weights on device {device}; use npu, {STREAMED}"
@@ -149,7 +149,7 @@ def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str)
 
 
 def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) -> Iterator[str]:
-    """Yield why a step cannot be divided into equal updates, or why a row does not fit into a micro-batch."""
+    """Yield a message if the updates of a step are unequal, or if the longest row does not fit into a micro-batch."""
     if rollout.prompts_per_step % optim.prompts_per_update:
         working = divisors(rollout.prompts_per_step)
         yield (
@@ -166,7 +166,10 @@ def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) ->
 
 
 def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
-    """Yield the settings that vLLM cannot run with any model. With ``apart``, it gets the LoRA factors separately."""
+    """Yield a message for each setting that vLLM cannot run with any model.
+
+    With ``apart``, vLLM gets the LoRA factors separately from the weights.
+    """
     for key, value in {"rollout.temperature": rollout.temperature, "eval.temperature": evaluation.temperature}.items():
         if not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             yield (
@@ -189,7 +192,7 @@ def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, a
 
 
 def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[str]:
-    """Yield faults of the data's keys. ``prompts`` is the number of prompts per step."""
+    """Yield a message for each fault in the keys about data. ``prompts`` is the number of prompts per step."""
     if data.source != "arithmetic":
         for key, path in {"train_path": data.train_path, "test_path": data.test_path}.items():
             if not path:
@@ -210,7 +213,7 @@ def _data(data: DataConfig, evaluation: EvalConfig, prompts: int) -> Iterator[st
 
 
 def _loss(loss: LossConfig) -> Iterator[str]:
-    """Yield values of the loss's terms that make no sense."""
+    """Yield a message for each value in the section loss that makes no sense."""
     if loss.kl != "none" and loss.kl_coef == 0:
         yield f"loss.kl_coef: 0, so the KL of loss.kl {loss.kl} would be computed but not used; set loss.kl to none"
     if 0 < loss.dual_clip <= 1:
@@ -218,7 +221,7 @@ def _loss(loss: LossConfig) -> Iterator[str]:
 
 
 def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield why the importance correction does not fit the policy that samples."""
+    """Yield the reasons why the importance correction does not fit the policy that samples."""
     if loss.importance == "icepop" and loss.importance_low >= loss.importance_clip:
         yield f"loss.importance_low: {loss.importance_low} must be below loss.importance_clip {loss.importance_clip}"
     if rollout.staleness > 0 and loss.importance == "none":
@@ -231,14 +234,14 @@ def _importance(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _overlong(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield why every completion would get a penalty for its length."""
+    """Yield a message if every completion would get a penalty for its length."""
     overlong = reward.overlong
     if overlong is not None and overlong.buffer > rollout.max_new_tokens:
         yield f"reward.overlong.buffer: {overlong.buffer} exceeds rollout.max_new_tokens {rollout.max_new_tokens}"
 
 
 def _environment(rollout: RolloutConfig, reward: RewardConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why rollout.environment conflicts with the reward, or may answer too slowly for the ranks that wait."""
+    """Yield a message if rollout.environment conflicts with the reward, or may be too slow for the other ranks."""
     if not rollout.environment:
         return
     if not reward.function and reward.method.endswith("flexible"):
@@ -288,7 +291,10 @@ def _schedules(train: TrainConfig, aqn: AqnConfig, tiny: TinyModelConfig | None)
 
 
 def trainer_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Return why ``ranks`` ranks cannot train ``arch``: unequal parts, too few positions, or routing replay."""
+    """Return the reasons why ``ranks`` ranks cannot train ``arch``.
+
+    Examples are shards of unequal size, too few positions, and a routing replay that the model does not allow.
+    """
     return [
         *_splits(cfg.parallel, arch, ranks),
         *_model(cfg.model, cfg.data, cfg.rollout, cfg.replay, arch),
@@ -332,9 +338,9 @@ def _model(
 def _shared_shards(
     rollout: RolloutConfig, parallel: ParallelConfig, replay: ReplayConfig, arch: Architecture, ranks: int
 ) -> Iterator[str]:
-    """Yield why trainer and vLLM would split the model differently.
+    """Yield the reasons why trainer and vLLM would split the model differently.
 
-    With rollout.expert_parallel every rank copies its shards into vLLM, so both must split alike.
+    With rollout.expert_parallel every rank copies its shards into vLLM, so both must split the model in the same way.
     """
     if arch.num_experts % ranks:
         sizes = [size for size in divisors(arch.num_experts) if size % parallel.tensor == 0]
@@ -363,7 +369,10 @@ def _shared_shards(
 
 
 def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Return why vLLM cannot run ``arch`` on ``ranks`` ranks. Rules of a device apply only if cfg.device names it."""
+    """Return the reasons why vLLM cannot run ``arch`` on ``ranks`` ranks.
+
+    Rules about a device apply only if cfg.device names this device.
+    """
     if cfg.rollout.engine != "vllm":
         return []
     cache = cache_mib(arch, cfg.rollout.tensor, cfg.row_tokens, ELEMENT_BYTES[cfg.model.dtype])
@@ -378,7 +387,7 @@ def sampler_problems(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
 
 
 def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
-    """Yield why ``tensor`` ranks (rollout.tensor) cannot share one copy of the model."""
+    """Yield the reasons why ``tensor`` ranks (rollout.tensor) cannot share one copy of the model."""
     kv_heads = arch.num_kv_heads
     split = {
         "ranks": ranks,
@@ -396,7 +405,7 @@ def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
 
 
 def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str]:
-    """Yield why the cache of a rank is too small. ``needed`` is the MiB of the longest row, of ``row_tokens``."""
+    """Yield a message if a rank's cache is too small. The longest row, of ``row_tokens``, needs ``needed`` MiB."""
     if needed > rollout.kv_cache_mib:
         yield (
             f"rollout.kv_cache_mib: {rollout.kv_cache_mib} is too small for one row of {row_tokens} tokens; "
@@ -405,7 +414,10 @@ def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str
 
 
 def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
-    """Yield limits of vLLM's models and of its kernels on a device, from the sources of vLLM 0.23 and 0.30."""
+    """Yield a message for each limit of vLLM's models, or of its kernels on ``device``, that the run exceeds.
+
+    The limits come from the code of vLLM 0.23 and 0.30.
+    """
     hidden, head_dim = arch.hidden_size, arch.head_dim
     # vllm-ascend 0.23.0 and 0.30.0rc2, model_runner_v1.py: self.sampler = AscendSampler() gets no logprobs_mode.
     if device == "npu" and rollout.temperature != 1:
@@ -446,12 +458,14 @@ def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
 
 
 def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int) -> Iterator[str]:
-    """Yield limits of MC2, from CANN's documentation of aclnnMoeDistributeDispatchV2.
+    """Yield a message for each limit of MC2 that the run exceeds.
 
-    No configuration exceeds its third limit, 512 tokens per rank: see MOST_SEQUENCES in plan/capacity.py.
+    The limits come from CANN's documentation of aclnnMoeDistributeDispatchV2. No configuration exceeds the third limit,
+    512 tokens per rank: see MOST_SEQUENCES in plan/capacity.py.
     """
     key = "rollout.expert_parallel" if rollout.expert_parallel else "rollout.tensor"
-    if arch.num_experts % exchanging and not rollout.expert_parallel:  # _shared_shards has the same rule for it
+    # With rollout.expert_parallel, _shared_shards checks this.
+    if arch.num_experts % exchanging and not rollout.expert_parallel:
         yield (
             f"{key}: an NPU's expert kernels need equally many experts on each of {exchanging} ranks, which "
             f"{arch.num_experts} experts do not allow; use another number of ranks, {ENGINE_TORCH}"
@@ -468,7 +482,10 @@ def _expert_kernels(rollout: RolloutConfig, arch: Architecture, exchanging: int)
 
 
 def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architecture) -> Iterator[str]:
-    """Yield limits of vLLM's LoRA, from the same sources."""
+    """Yield a message for each limit of vLLM's LoRA that the run exceeds.
+
+    The limits come from the code of vLLM 0.23 and 0.30.
+    """
     moe = any(arch.moe_layers)
     # fused_moe/oracle/unquantized.py: "if moe_config.is_lora_enabled: ... UnquantizedMoeBackend.TRITON", and
     # TritonExperts._supports_current_device: "current_platform.is_cuda_alike() or current_platform.is_xpu()".
@@ -486,7 +503,10 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
 
 
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
-    """Return a message for the first number in ``parts`` that ``ranks`` does not divide, with the nearest that do."""
+    """Return a message for the first number in ``parts`` that ``ranks`` does not divide.
+
+    It gives the nearest numbers of ranks that divide all numbers in ``parts``.
+    """
     for what, number in parts.items():
         if number % ranks:
             working = [d for d in divisors(world_size) if all(n % d == 0 for n in parts.values())]

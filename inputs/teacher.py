@@ -7,7 +7,7 @@ FILES = ("state.json", "adapter.safetensors", "adapter_config.json", "adapter_mo
 
 
 def folder(named: str) -> Path:
-    """Return the checkpoint or the PEFT folder. For a run, return its newest checkpoint."""
+    """Return the folder ``named``, or its newest checkpoint if it is the folder of a run."""
     steps = [path for path in Path(named, "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     return max(steps, key=lambda path: int(path.name[5:]), default=Path(named))
 
@@ -18,6 +18,6 @@ def is_peft(folder: Path) -> bool:
 
 
 def files(named: str) -> dict[str, Path]:
-    """Return the existing FILES by name."""
+    """Return the paths of those FILES that the teacher ``named`` has, by name."""
     where = folder(named)
     return {name: where / name for name in FILES if (where / name).is_file()}

@@ -1,1 +1,1 @@
-"""Reads what runs have written: records, comparisons, curves, completions. Needs no torch."""
+"""Reads and compares the results of runs: records, comparisons, curves, completions. Needs no torch."""

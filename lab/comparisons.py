@@ -1,8 +1,9 @@
-"""Comparisons of variants: paired differences over seeds, with intervals, corrected p-values and their limits.
+"""Comparisons of variants: paired differences over seeds, with intervals and corrected p-values.
 
-Each variant is trained with the same seeds, so the seeds are the units of a paired t-test. Fewer than three seeds
-decide nothing. The p-values of a family are corrected together (Holm, 1979). results/plan.yaml announces families
-before their runs. A prediction is met, not met or undecided, and without its controls no statement is made.
+Each variant is trained with the same seeds, so the seeds are the units of a paired t-test. With fewer than three seeds,
+a comparison is undecided. The p-values of a family are corrected together (Holm, 1979). results/plan.yaml announces
+families before their runs. A prediction is met, not met or undecided. If a control is not as predicted, no statement is
+made.
 """
 
 import math
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     import pandas
 
 ALPHA, POWER, MIN_SEEDS = 0.05, 0.8, 3
-# Maps a kind of outcome to its column, and to whether it is the mean along the run, without the evaluation before the
-# first step.
+# Maps a kind of outcome to its column, and to whether the outcome is the mean over all evaluations of the run, except
+# the one before the first step.
 KINDS = {
     "sampled": ("eval/sampled_accuracy", False),
     "greedy": ("eval/greedy_accuracy", False),
     "curve": ("eval/sampled_accuracy", True),
 }
-WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison without a statement
+WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison about which no statement is made
 Kind = Literal["sampled", "greedy", "curve"]
 
 
@@ -35,21 +36,24 @@ Kind = Literal["sampled", "greedy", "curve"]
 
 
 class Effect(NamedTuple):
-    """A paired difference, in points."""
+    """A paired difference between two variants, in percentage points."""
 
     mean: float
     low: float  # of the 95 % interval
     high: float
-    p: float  # two-sided, of the hypothesis of no difference
+    p: float  # two-sided p-value for the hypothesis of no difference
     seeds: int
-    detectable: float  # the true difference that 80 of 100 repetitions would find
+    detectable: float  # the smallest true difference that 80 of 100 repetitions would find
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
 
 
 def effect(differences: np.ndarray, tests: int = 1) -> Effect:
-    """Return the effect of the differences of S seeds, in shares of 1. The family has ``tests`` comparisons.  (S,)"""
+    """Return the Effect of ``differences``, which are fractions of 1, one for each of S seeds.
+
+    ``tests`` is the number of comparisons in the family.  (S,)
+    """
     from scipy import stats
 
     n, mean = len(differences), 100 * float(differences.mean())
@@ -64,7 +68,10 @@ def effect(differences: np.ndarray, tests: int = 1) -> Effect:
 
 
 def detectable(freedom: int, alpha: float) -> float:
-    """Return the minimum detectable effect in standard errors, found with probability POWER (noncentral t)."""
+    """Return the smallest effect, in standard errors, that a t-test finds with probability POWER (noncentral t).
+
+    The test has ``freedom`` degrees of freedom and the level ``alpha``.
+    """
     from scipy import optimize, stats
 
     critical = stats.t.ppf(1 - alpha / 2, freedom)
@@ -76,16 +83,17 @@ def detectable(freedom: int, alpha: float) -> float:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Correct p-values for their number (Holm, 1979), in the given order. scipy has no Holm correction."""
+    """Return p-values corrected for their number (Holm, 1979), in the same order. scipy has no Holm correction."""
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
     return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
 
 
 def share_recovered(loss: "pandas.Series", back: "pandas.Series") -> tuple[float, float, float]:
-    """Return the share of a loss that a correction recovers, in %, and its 95 % interval (10,000 bootstrap draws).
+    """Return the share of the lost accuracy that a correction recovers, in %, and its 95 % interval.
 
-    ``loss`` has the differences by seed of the variant that loses, and ``back`` those of the correction against it.
+    ``loss`` has the differences, by seed, between the variant that loses accuracy and its base. ``back`` has those
+    between the corrected variant and the variant that loses accuracy. The interval comes from 10,000 bootstrap draws.
     """
     import pandas
 
@@ -119,19 +127,19 @@ class Family(Part):
     kind: Kind = "curve"
     margin: float = 0  # points; "equal" means that the interval is within the margin
     apart: bool = False  # each entry is a separate family
-    mismatch: bool = False  # the sampling and the trained policy differ, and a correction can recover the loss
+    mismatch: bool = False  # the sampling and the trained policy differ; a correction can recover lost accuracy
     control: list[str] = []  # variants that must be as predicted; otherwise no statement is made
     entries: list[Entry]
     controls: list[Entry] = []  # a separate family
 
 
 class Finding(Part):
-    """A row of the first table of RESULTS.md."""
+    """A row of the first table in RESULTS.md."""
 
     asked: str
     answer: str
     method: str = ""  # the method whose comparison is shown
-    against: str = ""  # its base, if it has several
+    against: str = ""  # the base of this comparison, if the method has several
     gain: str = ""  # a variant whose accuracy before and after training is shown
 
 
@@ -148,8 +156,8 @@ class Plan(Part):
     findings: list[Finding]
     sections: dict[str, str]  # maps a heading of RESULTS.md to its paragraph
     curves: dict[str, str]  # maps a variant to its label in the figure
-    turns: dict[str, str] = {}  # the same for the figure of an environment
-    arrival: Arrival | None = None
+    turns: dict[str, str] = {}  # the same for the figure about an environment
+    arrival: Arrival | None = None  # the figure about rounding
     families: list[Family]
 
 
@@ -174,23 +182,23 @@ class Comparison:
     entry: Entry
     family: Family
     is_control: bool
-    differences: Any  # pandas.Series, by seed, shares of 1
+    differences: Any  # pandas.Series by seed, fractions of 1
     effect: Effect
     p: float  # corrected
     found: str  # equal, larger, smaller or undecided
     outcome: str = ""  # whether the prediction was met
-    share: tuple[float, float, float] | None = None  # of a loss that this correction recovers, in %, with its interval
+    share: tuple[float, float, float] | None = None  # of the lost accuracy that it recovers, in %, with its interval
 
     @property
     def said(self) -> str:
-        """The result, with the margin if the two are equal."""
+        """The result in words, with the margin if the two variants are equal."""
         return f"equal within {self.family.margin:g}" if self.found == "equal" else self.found
 
 
 def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "pandas.DataFrame"]:
-    """Return two tables by variant and seed: the outcome of each run, and the steps and questions of its measurement.
+    """Return two tables by variant and seed: the outcome of each run, and how it was measured.
 
-    Raises InputError if no run has the outcome.
+    The second table has the evaluated steps and the number of questions. Raises InputError if no run has the outcome.
     """
     column, along = KINDS[kind]
     measured = steps[steps[column].notna()] if column in steps else steps[:0]
@@ -240,10 +248,10 @@ def _add_shares_(made: list[Comparison]) -> None:
 def of_family(
     outcome: "pandas.DataFrame", measured: "pandas.DataFrame", family: Family, entries: list[Entry], is_control: bool
 ) -> list[Comparison]:
-    """Return the comparisons of a family. Comparisons without records count as if they had the largest p-values.
+    """Return the comparisons of those ``entries`` of a family that have records.
 
-    Raises InputError for variants without a common seed, and for runs that were evaluated differently, because
-    accuracy grows along a run.
+    In the correction of p-values, an entry without records counts with a p-value of 1. Raises InputError for variants
+    without a common seed. It also does so for runs that were evaluated differently, because accuracy grows along a run.
     """
     ready = [entry for entry in entries if {entry.base, entry.method} <= {*outcome.index}]
     by_seed = []

@@ -1,4 +1,4 @@
-"""The curves of a run as curves.png in its folder: accuracies, rewards and other metrics over the steps done.
+"""Draws the curves of a run to curves.png in its folder: accuracies, rewards and other metrics over the steps done.
 
 A training run draws them at its end. A panel shows a metric as a thin line and its running mean as a thick line.
 Evaluations are points without a line, because nothing was measured between them.
@@ -33,7 +33,7 @@ Curve = dict[int, float]  # maps the number of finished steps to a value
 
 
 def draw_curves(run: Path) -> None:
-    """Write curves.png. A dotted red line marks a step whose value is not finite."""
+    """Draw curves.png in the folder of ``run``. A dotted red line marks a step whose value is not finite."""
     import matplotlib.figure
 
     curves = read_curves(run)
@@ -45,9 +45,9 @@ def draw_curves(run: Path) -> None:
 
 
 def read_curves(run: Path, metrics: Sequence[str] = METRICS) -> dict[str, Curve]:
-    """Return the accuracies, the parts of the reward, and then the existing ``metrics`` of the run.
+    """Return the curves of the accuracies and of the reward's parts, then those of ``metrics`` that the run has.
 
-    A value that is not finite is NaN.
+    A value that was not finite is NaN.
     """
     curves: dict[str, Curve] = {}
     for name in ("metrics.jsonl", "timing.jsonl", "eval.jsonl"):

@@ -22,14 +22,14 @@ METRICS = (  # the overview shows them after the accuracies and the parts of the
     "actor/teacher_kl",
     "environment/turns_mean",
 )
-FACTS = ("step", "sample", "reward", "answer", "tokens", "turns", "advantage", "logp", "teacher_kl")  # if present
+FACTS = ("step", "sample", "reward", "answer", "tokens", "turns", "advantage", "logp", "teacher_kl")  # shown if present
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40  # the eight heights of a bar, and the largest number of bars per metric
-SHORT = 300  # longest text in the overview
+SHORT = 300  # characters of the longest text in the overview
 LAST = -1  # means the last step
 
 
 def overview(run: Path) -> list[str]:
-    """Return one screen about a run: its log, metrics, a completion of each outcome, and changed answers."""
+    """Return an overview of a run: the end of its log, metrics, a completion of each outcome, and changed answers."""
     log = read_text(run / "log.txt").splitlines()
     lines = [run.name, *log[-3:], "", f"{'':<34}{'first':>10}{'last':>10}"]
     for key, curve in read_curves(run, METRICS).items():
@@ -46,7 +46,7 @@ def overview(run: Path) -> list[str]:
 
 
 def bars(values: list[float]) -> str:
-    """Return at most WIDTH bars, each for the mean of equally many values, from the lowest mean to the highest."""
+    """Return at most WIDTH bars, each for the mean of equally many values. The highest mean has the highest bar."""
     size = math.ceil(len(values) / WIDTH)
     means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
     low, span = min(means), max(means) - min(means) or 1
@@ -54,7 +54,10 @@ def bars(values: list[float]) -> str:
 
 
 def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
-    """Return completions of a file: all outcomes or ``only`` one, and all questions or the one with this id."""
+    """Return the text of at most ``limit`` completions of a file.
+
+    They have the outcome ``only`` and answer the question with the id ``question``. For both, "" means all.
+    """
     rows = completions.read(path)
     if question:
         rows = [row for row in rows if row["id"] == question]
@@ -67,7 +70,7 @@ def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
 
 
 def file_of(run: Path, kind: str, step: int) -> Path:
-    """Return the file of a step or an evaluation, the last one for LAST. Raises InputError if it does not exist."""
+    """Return the file of a step or an evaluation; LAST means the last one. Raises InputError if it does not exist."""
     found = completions.files(run, kind)
     if not found:
         raise InputError(f"{run}/completions: there is no {kind} file; choose a run without train.completions_logged=0")
@@ -79,9 +82,9 @@ def file_of(run: Path, kind: str, step: int) -> Path:
 
 
 def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> list[str]:
-    """Return the questions with fewer and with more right answers in the second of two evaluations.
+    """Return text that lists the questions with fewer, and those with more, right answers in the second evaluation.
 
-    For the ``limit`` questions of both kinds that changed most, a changed answer follows, before and after.
+    For the ``limit`` questions of each kind that changed most, the text shows one changed answer, before and after.
     """
     old, new = completions.read(before), completions.read(after)
     if [row["question"] for row in old] != [row["question"] for row in new]:
@@ -105,7 +108,7 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
 
 
 def counts(what: str, rows: list[Row]) -> list[str]:
-    """Return the number of completions, and for each outcome its number, mean reward and mean length."""
+    """Return text with the number of completions and, for each outcome, its number, mean reward and mean length."""
     questions = {row["id"] for row in rows}
     lines = ["", f"{what}: {len(rows)} completions of {len(questions)} questions"]
     for kind in OUTCOMES:
@@ -118,9 +121,9 @@ def counts(what: str, rows: list[Row]) -> list[str]:
 
 
 def blocks(rows: list[Row], longest: int | None = None) -> list[str]:
-    """Return each completion below the facts about it. The question precedes its first completion.
+    """Return text that shows each completion below the facts about it. A question precedes its first completion.
 
-    ``longest`` is the number of letters of each text to show. None shows all.
+    ``longest`` is the number of characters to show of each question or completion. None shows all.
     """
     lines = []
     before = None

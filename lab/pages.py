@@ -1,4 +1,4 @@
-"""The generated parts of RESULTS.md, docs/benchmark.md and the READMEs, and the figures beside them."""
+"""Writes the generated parts of RESULTS.md, docs/benchmark.md and the READMEs, and draws the figures of RESULTS.md."""
 
 import ast
 import itertools
@@ -36,7 +36,7 @@ def build(results: Path, page: Path) -> None:
 
 
 def stale(results: Path, page: Path) -> list[str]:
-    """Return a sentence for each page that does not follow from the records or from the docstrings of the code."""
+    """Return a message for each page that differs from the text generated from the records and the docstrings."""
     edited = [path for path, text in wanted(results, page, *read(results)).items() if read_text(path) != text]
     return [f"{path}: differs from what report.py build writes; run report.py build" for path in edited]
 
@@ -48,7 +48,7 @@ def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
 
 
 def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
-    """Return the text of each page by path, with the parts generated from the records between its two marks."""
+    """Return the whole text of each page by path, with its generated part between the two marks."""
     root = page.parent
     generated = {
         page: results_page(plan, made, steps),
@@ -69,7 +69,7 @@ def _between_marks(path: Path, generated: str) -> str:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return a Markdown table with the keys of the first row as its head; "" without rows."""
+    """Return a Markdown table with the keys of the first row as its head, or "" if there are no rows."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -80,7 +80,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
-    """Return the findings, the comparisons of each section, and those that are not as predicted or were stopped."""
+    """Return the text with the findings, the comparisons of each section, and those not as predicted or stopped."""
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
@@ -97,7 +97,10 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
 
 
 def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
-    """Return the rows of predictions that were not met or are withheld, followed by those without records."""
+    """Return a row for each prediction that is not met, undecided or withheld.
+
+    The rows of comparisons with runs that could not be finished come last.
+    """
     rows = [
         other_row(one.entry, one.outcome, str(one.effect))
         for one in made
@@ -109,7 +112,10 @@ def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
 
 
 def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFrame") -> dict[str, str]:
-    """Return a question, its answer in words, and its numbers. Raises InputError for a variant without records."""
+    """Return a row with a question, its answer in words, and its numbers.
+
+    Raises InputError if the method of the finding has no comparison with records and with controls as predicted.
+    """
     points, seeds = "", ""
     if finding.gain:
         before, after, effect = comparisons.gain(steps, finding.gain)
@@ -146,15 +152,15 @@ def comparison_row(one: Comparison) -> dict[str, str]:
 
 
 def _share(one: Comparison) -> str:
-    """Return the share of a loss that a correction recovers, with its interval; "" for any other comparison."""
+    """Return the share of the lost accuracy that a correction recovers, with its interval, or "" if it has none."""
     return "{:.0f} % ({:.0f} to {:.0f})".format(*one.share) if one.share else ""
 
 
-# ---------------------------------------------------------------------------------------------- pages beside RESULTS.md
+# --------------------------------------------------------------------------------------------- pages besides RESULTS.md
 
 
 def benchmark_page(made: list[Comparison]) -> str:
-    """Return every announced comparison, by family."""
+    """Return the number of predictions that were met, and a table of all comparisons, by family."""
     announced = [one for one in made if not one.is_control and one.entry.predicted]
     met = sum(one.outcome == "met" for one in announced)
     return f"{met} of {len(announced)} predictions were met.\n\n{table([full_row(one) for one in made])}"
@@ -196,8 +202,9 @@ def files_table(steps: "pandas.DataFrame") -> str:
 def tree(root: Path) -> str:
     """Return a code block with a line for each top-level Python file and each room of a checkout.
 
-    The line of a file has the first sentence of its docstring. The line of a room has the docstring of its __init__.py,
-    which is its rule. The commands come first. They are the files that can be started.
+    A room is a folder with Python code. The line of a file has the first sentence of its docstring. The line of a room
+    has the docstring of its __init__.py, which is its rule. The commands, which are the files that can be started, come
+    first.
     """
     rooms = "rooms (folders with one rule each)"
     groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, rooms: {}}
@@ -223,10 +230,10 @@ def docstring(source: str) -> str:
 
 
 def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
-    """Draw the held-out accuracy of the variants in `curves`, averaged over seeds, in a panel per run length.
+    """Draw the held-out accuracy of the variants in `curves`, averaged over seeds, in one panel per run length.
 
-    Each curve is named at its end. If a run was evaluated only at its ends, a thin line between them shows the training
-    reward.
+    Each curve has its label at its end. If a run was evaluated only before and after training, a thin line between the
+    two points shows the training reward.
     """
     import matplotlib.figure
 
@@ -304,7 +311,7 @@ def arrival(shown: comparisons.Arrival, steps: "pandas.DataFrame", path: Path) -
 
 
 def recovered(made: list[Comparison], path: Path) -> None:
-    """Draw the share of each loss by a mismatch that each correction recovers, with its interval."""
+    """Draw the share of the accuracy lost by a mismatch that each correction recovers, with its interval."""
     import matplotlib.figure
 
     shares = {one.entry.title: one.share for one in made if one.share}

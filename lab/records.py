@@ -2,7 +2,7 @@
 
 A run has one row per step, with the evaluation after ``step`` steps and the metrics of the step that follows it. The
 first row also describes how the run was made, in the columns record/*. Lists and mappings are JSON texts. Changes and
-removals show in git (report.py --check). This file needs no torch.
+removals of records show in git (report.py --check). This file needs no torch.
 """
 
 import functools
@@ -52,9 +52,10 @@ class Part(BaseModel):
 
 
 def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Make ``function``, which reads files that others may have written, refuse damaged files in one line.
+    """Wrap ``function``, which reads files that others may have written, so that a damaged file gives a one-line error.
 
-    If a value is missing or has the wrong type, it raises InputError with the arguments and the function in this code.
+    If a value is missing or has the wrong type, the wrapped function raises InputError. The message names the arguments
+    and the function of this code that failed.
     """
 
     @functools.wraps(function)
@@ -75,7 +76,7 @@ def of_others(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def planted_fault(command: str) -> str:
-    """Return the faults that a command plants on purpose (checks/planted_fault.py); "" for any other command."""
+    """Return the faults that a command plants on purpose (checks/planted_fault.py), or "" for any other command."""
     found = re.search(r"\bplanted_fault\.py (\S+)", command)
     return found[1] if found else ""
 
@@ -120,7 +121,8 @@ class Run(NamedTuple):
 def read_run(folder: Path, to_keep: bool = True) -> Run:
     """Read the finished run in ``folder``. Raises InputError if it has not ended or was altered afterwards.
 
-    With ``to_keep``, also raises it unless the run comes from one clean commit and its text has no private path.
+    All starts of the run must have the same commit, model and data. With ``to_keep``, the commit must also be clean,
+    and the record must contain no private path. Otherwise this function also raises InputError.
     """
     if not (folder / "finished.json").exists():
         raise InputError(f"{folder}: no finished.json, so the run has not ended; give a finished run")
@@ -156,7 +158,10 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """Return a row per step, one for the last evaluation, and a few completions of the first and the last step."""
+    """Return one row per step and one for the last evaluation. Two rows also have a few completions.
+
+    They are the rows of the first and the last step of which completions were logged.
+    """
     rows: dict[int, dict[str, Any]] = {}
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
         for line in read_lines(folder / f"{file}.jsonl"):
@@ -173,7 +178,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def files(results: Path) -> list[Path]:
-    """Return the files of records."""
+    """Return the files of records in ``results``."""
     return [path for path in sorted(results.glob("[!.]*.parquet")) if path.name != WEIGHTS]
 
 
@@ -201,7 +206,10 @@ def frame(runs: list[Run]) -> "pandas.DataFrame":
 
 
 def of_sweep(folder: Path) -> list[Run]:
-    """Return the finished runs of a sweep's folder, in the order of its file, without making records of them."""
+    """Return the finished runs of the sweep in ``folder``, in the order of its sweep.json.
+
+    The runs need not meet the conditions for a record (``to_keep`` of read_run).
+    """
     path = folder / "sweep.json"
     jobs = read_object(path, ("jobs",))["jobs"].values()
     done = [Path(job["run"]).name for job in jobs if job["state"] == "finished"]
@@ -211,11 +219,11 @@ def of_sweep(folder: Path) -> list[Run]:
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
-    """Read a file of records. Raises InputError for any other file."""
+    """Read a file of records as a table. Raises InputError if it is no file that report.py add wrote."""
     from pyarrow import ArrowException, parquet
 
     try:
-        # Threads of pyarrow that live until the process ends may abort it then, with exit code 134.
+        # If threads of pyarrow still run when the process ends, they may abort it, with exit code 134.
         read = parquet.ParquetFile(path, pre_buffer=False).read(use_threads=False)
         table = read.to_pandas(use_threads=False)
         table[["id", "step", *(f"record/{field}" for field in Record._fields if field != "id")]]  # or LookupError
@@ -234,7 +242,7 @@ def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
 
 
 def _value(stored: Any) -> Any:
-    """Return a field of a record, which is a mapping if its text begins like one."""
+    """Return the value of a stored field. A text that begins with { is the JSON text of a mapping."""
     if isinstance(stored, str):
         return json.loads(stored) if stored.startswith("{") else stored
     return int(stored)
@@ -242,7 +250,7 @@ def _value(stored: Any) -> Any:
 
 @of_others
 def load_record(results: Path, name: str) -> Record:
-    """Return one record. Raises InputError if there is no such record."""
+    """Return the record ``name``. Raises InputError if it does not exist."""
     records = records_of(load(results))
     if name not in records:
         raise InputError(f"{results}: {name}: there is no such record; choose from: {first_names(records)}")
@@ -250,7 +258,7 @@ def load_record(results: Path, name: str) -> Record:
 
 
 def clash(record: Record, others: Iterable[Record]) -> str:
-    """Return a sentence about the first contradiction between ``record`` and the others; "" if there is none."""
+    """Return a sentence about the first contradiction between ``record`` and the others, or "" if there is none."""
     for other in others:
         # A fault that is planted into evaluations changes only the evaluations.
         compared = ["metrics.jsonl", *(["eval_outcomes.jsonl"] if record.fault != other.fault else [])]
@@ -264,7 +272,11 @@ def clash(record: Record, others: Iterable[Record]) -> str:
 
 
 def differing(first: Record, second: Record) -> list[str]:
-    """Return "key: value -> value" for each setting in which two variants differ. A missing key has its default."""
+    """Return a line "key: value -> value" for each setting in which two records differ.
+
+    The number of ranks and the planted fault count as settings. Those in SEEDS and BOOKKEEPING, and the path of a tiny
+    model, do not count. A missing key counts as having its default value.
+    """
     apart = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in first.config else set())
     lines = changed_keys(first.config, second.config, apart)
     ranks = [each.environment["world_size"] for each in (first, second)]
@@ -278,8 +290,8 @@ def differing(first: Record, second: Record) -> list[str]:
 def add(folders: list[Path], results: Path, name: str = "") -> Path:
     """Write the runs in ``folders`` to results/<name>.parquet, which must be new, and return that file.
 
-    By default the name is that of the only run. Raises InputError, and writes nothing, if a run cannot become a record
-    (`read_run`) or contradicts another record (`clash`).
+    If there is only one run, its id is the default name. Raises InputError, and writes nothing, if a run cannot become
+    a record (`read_run`) or contradicts another record (`clash`).
     """
     runs = [read_run(folder) for folder in folders]
     name = name or (runs[0].record.id if len(runs) == 1 else "")
@@ -328,7 +340,7 @@ def write_table(target: Path, runs: list[Run]) -> None:
 def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
     """Return the files of the tiny model from which the run started, or None if they were not kept.
 
-    The supervised steps give slightly different weights on another processor, so a repeat elsewhere needs the files.
+    The supervised steps give slightly different weights on another processor, so a repeat there needs these files.
     """
     import pandas
 

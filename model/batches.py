@@ -1,7 +1,7 @@
 """The sequences of a step, and how they become the micro-batches of the data ranks.
 
-P is the number of prompts, G of completions per prompt, and S = P x G of sequences. N is max_new_tokens, b the number
-of rows of a micro-batch, and T of tokens per row.
+P is the number of prompts, G the number of completions per prompt, and S = P x G the number of sequences. N is
+max_new_tokens, b the number of rows in a micro-batch, and T the number of tokens per row.
 """
 
 import functools
@@ -27,9 +27,9 @@ class Rollout:
     rewards: Tensor  # (P, G)
     parsable: Tensor  # (P, G) 1 if an answer was found
     correct: Tensor  # (P, G) 1 if it is right
-    ranks_alike: int = 1  # ranks that have the same completions, because they sampled them together
-    mask: Tensor | None = None  # (S, N) bool: the policy sampled the token. None: it sampled all of them
-    out_of_turns: Tensor | None = None  # (S,) bool: stopped by max_turns. None: none were
+    ranks_alike: int = 1  # number of ranks that sampled together and so have the same completions
+    mask: Tensor | None = None  # (S, N) bool: whether the policy sampled the token; None if it sampled all
+    out_of_turns: Tensor | None = None  # (S,) bool: stopped by max_turns; None if no sequence was
 
     def __post_init__(self) -> None:
         if self.mask is None:
@@ -38,31 +38,31 @@ class Rollout:
             self.out_of_turns = torch.zeros_like(self.truncated)
 
     def row_length(self, sequence: int) -> int:
-        """Return the number of tokens of prompt and completion."""
+        """Return the number of tokens in the prompt and the completion of ``sequence``."""
         return len(self.prompts[sequence // self.rewards.shape[1]]) + self.lengths[sequence]
 
     @functools.cached_property
     def sampled_lengths(self) -> list[int]:
-        """The tokens of each completion that the policy sampled: everything that a loss or an average counts."""
+        """The number of tokens that the policy sampled in each completion. Losses and averages count only these."""
         return self.mask.sum(dim=1).tolist()
 
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward pass, padded on the right, and how they are computed without padding."""
+    """The rows of one forward pass, padded on the right, and the packing that avoids computing their padding."""
 
     tokens: Tensor  # (b, T)
     mask: Tensor  # (b, T) 1 on completion tokens that are trained
     rollout_logp: Tensor  # (b, T) the sampler's log-probs, 0 outside the mask
     advantages: Tensor  # (b,)
     packing: Packing  # how the rows become one packed sequence of M tokens
-    sequences: list[int]  # the numbers of the rows in the rollout; none for a row that trains nothing
-    routes: Tensor | None = None  # (1, M, L, K) experts to replay, L MoE layers
-    replayed: Tensor | None = None  # (1, M) the number of rows whose token has a route here
-    stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs of the older policy that sampled
-    old_logp: Tensor | None = None  # (b, T) of the policy before its first update; None in that update: its own
-    ref_logp: Tensor | None = None  # (b, T) of the base model; None without a KL penalty
-    teacher_logp: Tensor | None = None  # (b, T) of loss.teacher; None without one
+    sequences: list[int]  # the number of each row's sequence in the rollout; [] for a row of padding
+    routes: Tensor | None = None  # (1, M, L, K) the experts to replay: K experts per token in L MoE layers
+    replayed: Tensor | None = None  # (1, M) the number of rows with this token, or 0 if it has no route
+    stale_logp: Tensor | None = None  # (b, T) the trainer's log-probs under the older policy that sampled
+    old_logp: Tensor | None = None  # (b, T) those before the first update; None in that update: its own
+    ref_logp: Tensor | None = None  # (b, T) those under the base model; None without a KL penalty
+    teacher_logp: Tensor | None = None  # (b, T) those under loss.teacher; None without one
 
 
 def plan(
@@ -75,13 +75,14 @@ def plan(
 ) -> list[list[list[int]]]:
     """Return the sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths`` has the tokens of each sequence's row. If rows are packed, ``prompts`` has the tokens of each one's
-    prompt. No rank gets more than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer. There are
-    as few micro-batches as this limit allows, and they are as even as their number allows.
-    Groups are sorted by their longest row and distributed in that order, so that the rows of a micro-batch are similar
-    and ranks finish together. A group stays on one rank if possible, because its rows share the work on their prompt.
-    Every rank gets the same number of micro-batches, some of them empty if necessary, because expert-parallel ranks
-    exchange tokens in every layer. The result depends only on the arguments, so all ranks compute the same.
+    ``lengths`` has the number of tokens in the row of each sequence. If rows are packed, ``prompts`` has the number of
+    tokens in the prompt of each sequence. A group consists of the sequences of one prompt, at most ``group_size``.
+    Groups are sorted by their longest row and distributed in that order. So the rows of a micro-batch have similar
+    lengths, and ranks finish together. A group stays on one rank if possible, because its rows share the work on their
+    prompt. No rank gets more tokens than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer.
+    There are as few micro-batches as this order and limit allow, and their sizes are as even as their number allows.
+    Every rank gets the same number of micro-batches, because expert-parallel ranks exchange tokens in every layer. If
+    necessary, some are empty. The result depends only on the arguments, so it is the same on all ranks.
     """
     cost = functools.partial(_cost, lengths=lengths, multiple=multiple, group_size=group_size, prompts=prompts)
     longest_row: dict[int, int] = {}  # by group
@@ -98,7 +99,7 @@ def plan(
         rounds.append(round_)
         todo = todo[data_ranks * block :]
 
-    # The smallest limit that gives as few micro-batches as the largest limit makes them even.
+    # Find the smallest limit that gives as few micro-batches as the largest limit. With it, their sizes are most even.
     fewest = len(_next_fit(rounds, tokens_per_micro_batch, cost))
     low, high = 0, tokens_per_micro_batch
     while low < high:
@@ -113,11 +114,11 @@ def plan(
 def _cost(
     rows: list[int], lengths: dict[int, int], multiple: int, group_size: int, prompts: dict[int, int] | None
 ) -> float:
-    """Return the tokens of ``rows`` in one forward pass.
+    """Return the number of tokens that ``rows`` cost in one forward pass.
 
-    A padded row counts with its padding, up to a ``multiple``. Packed rows count as their packed sequence, which has
-    each prompt once, plus a quarter of their padded size: attention copies padded rows, which are at most a quarter of
-    what autograd keeps.
+    A padded row counts with its padding, up to a multiple of ``multiple``. Packed rows count with the tokens of their
+    packed sequence, which has each prompt once, plus a quarter of their padded size. The quarter is for attention,
+    which copies the tokens to padded rows. These copies are at most a quarter of the memory that autograd keeps.
     """
     padded = len(rows) * -(-max(lengths[sequence] for sequence in rows) // multiple) * multiple
     if prompts is None:
@@ -155,8 +156,8 @@ def pack(
 ) -> MicroBatch:
     """Return the rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
 
-    ``advantages`` is (S,). ``records`` has the routes of each sequence's tokens but the last, (row length - 1, L, K).
-    Without sequences the result is one row of padding, which trains nothing.
+    ``advantages`` is (S,). ``records`` has, for each sequence, the routes of all tokens except the last. They are
+    (row length - 1, L, K). Without sequences the result is one row of padding, which trains nothing.
     """
     longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)

@@ -1,10 +1,10 @@
-"""The Megatron MoE model for a Hugging Face config, and what training computes with it: token log-probs and entropy.
+"""The Megatron MoE model for a Hugging Face config, and the computation of token log-probs and entropies with it.
 
 Router, dispatcher, parallel linears and embedding are Megatron's. RMSNorm, attention and grouped experts are ours, with
 one implementation for all devices; Megatron's layer spec inserts them. Rows are padded on the right and attention is
 causal, so no mask is needed.
-b is the number of rows, T of tokens, N of completion tokens, h the hidden size, and V the size of the vocabulary (V /
-tensor on a rank).
+b is the number of rows, T the number of tokens per row, and N the number of completion tokens. h is the hidden size,
+and V the size of the vocabulary (V / tensor on a rank).
 """
 
 import functools
@@ -36,12 +36,12 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        # A copy, because a view would keep the whole QKV tensor alive until the backward pass.
+        # This copies x, because a view would keep the whole QKV tensor alive until the backward pass.
         return kernels.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
 class ProjectionNorm(RMSNorm):
-    """RMSNorm of the queries (or keys) of all heads together, of which this rank has ``heads``.  (T, b, heads, d)"""
+    """RMSNorm over the queries (or keys) of all heads together. This rank has ``heads`` of them.  (T, b, heads, d)"""
 
     def __init__(self, config, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__(config, heads * hidden_size, eps)
@@ -53,7 +53,7 @@ class ProjectionNorm(RMSNorm):
         from megatron.core.tensor_parallel import mappings
 
         wide = x.flatten(2).float()
-        # The mean square is over the heads of all ranks, forward and backward.
+        # The mean square is over the heads of all ranks, in the forward and in the backward pass.
         total = mappings.reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
         total = mappings.copy_to_tensor_model_parallel_region(total)
         wide = wide * torch.rsqrt(total / (self.ranks * wide.shape[-1]) + self.eps)
@@ -64,7 +64,7 @@ class ProjectionNorm(RMSNorm):
 
 
 def build_for(model: ModelConfig, arch: Architecture, parallel: Parallel) -> torch.nn.Module:
-    """Build this rank's shard of a run's model, as `build` does."""
+    """Build this rank's shard of the model with the settings of ``model``; see `build`."""
     dtype = devices.DTYPES[model.dtype]
     return build(arch, parallel, dtype=dtype, recompute=model.recompute, quantisation=model.quantisation)
 
@@ -78,10 +78,10 @@ def build(
     aux_loss: float = 0.0,
     quantisation: str = "none",
 ) -> torch.nn.Module:
-    """Build this rank's shard of the model, with uninitialised weights; huggingface.load fills it.
+    """Build this rank's shard of the model, with uninitialised weights; huggingface.load fills them.
 
-    ``aux_loss`` is the router's load-balancing coefficient, only for the supervised warm start of tiny models.
-    ``quantisation`` is model.quantisation, for the routed experts.
+    ``aux_loss`` is the router's load-balancing coefficient, which only the supervised warm start of tiny models uses.
+    ``quantisation`` is the value of model.quantisation, which applies to the routed experts.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -106,9 +106,9 @@ def build(
             layer.mlp.register_forward_hook(_release_routes)
             if parallel.expert == 1:
                 devices.keep_row_counts_on_device(layer.mlp.token_dispatcher)
-            # From 0.18 on, Megatron does not sort a token's experts without gradients, which changes last bits.
+            # From 0.18 on, Megatron does not sort a token's experts if gradients are off, which changes the last bits.
             layer.mlp.router.routing = torch.enable_grad()(layer.mlp.router.routing)
-    # The rotary embedding returns stacked (cos, sin) instead of angles, (2, T, 1, 1, d), as kernels.rotary needs.
+    # kernels.rotary needs stacked (cos, sin), so the rotary embedding returns these instead of angles: (2, T, 1, 1, d).
     model.rotary_pos_emb.register_forward_hook(lambda module, args, a: torch.stack([a.cos(), a.sin()]).to(dtype))
     return model.to(parallel.device).train()  # Megatron creates some weights on the CPU in any case
 
@@ -208,8 +208,8 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int):
 def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
     """Return the output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
-    T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. With ``packing``,
-    ``tokens`` are its packed sequence.  (1, M) -> (M, 1, h)
+    T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. If ``packing`` is given,
+    ``tokens`` is the packed sequence.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -230,14 +230,14 @@ def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | Non
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the distribution from which each token of the rows was drawn; 0 for tokens outside the mask."""
+    """Statistics of the model's distribution for each token of the rows. They are 0 for tokens outside the mask."""
 
     logp: Tensor  # (b, T) log-probability of the token
-    entropy: Tensor  # (b, T) mean of -log p over the vocabulary, nats
+    entropy: Tensor  # (b, T) expected value of -log p over the vocabulary, in nats
 
 
 def head_weight(model: torch.nn.Module) -> Tensor:
-    """Return this rank's share of the output layer.  (V / tensor, h)"""
+    """Return this rank's share of the output layer's weight.  (V / tensor, h)"""
     return (model.embedding.word_embeddings if model.share_embeddings_and_output_weights else model.output_layer).weight
 
 
@@ -249,11 +249,12 @@ def token_logprobs(
     temperature: float = 1.0,
     packing: Packing | None = None,
 ) -> TokenStats:
-    """Return the log-probability of every token where ``mask`` is 1, and the entropy there.  (b, T), (b, T)
+    """Return the log-probability of every token where ``mask`` is 1, and the entropy there.
 
-    Position t has log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0. Only
-    masked positions reach the language-model head, and only a chunk of the (N, V) logits exists at one time.
-    ``packing``, which is packing.pack of these rows, gives the same numbers from fewer tokens.
+    Position t has log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0. Only the
+    hidden states that predict these tokens reach the language-model head, and only a chunk of the (N, V) logits exists
+    at one time. With ``packing``, the result of packing.pack for these rows, the numbers are the same, but the model
+    computes fewer tokens.  tokens and mask: (b, T)
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -268,10 +269,11 @@ def token_logprobs(
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
-    """TokenStats of the chosen tokens, over a vocabulary that is split over the tensor ranks.
+    """The log-probs and entropies of the chosen tokens, for a vocabulary that is split over the tensor ranks.
 
-    (N, h), (V / tensor, h), (N,) -> (N,) and (N,).  The backward pass computes the logits of a chunk again:
-    d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).  The weight is frozen.
+    The backward pass computes the logits of each chunk again. The weight is frozen, so it gets no gradient.
+    d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+    (N, h), (V / tensor, h), (N,) -> (N,) and (N,)
     """
 
     @staticmethod
@@ -293,7 +295,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
             weights = logits.exp()
             sums[1, rows] = weights.sum(-1)
             sums[2, rows] = weights.mul_(logits).sum(-1)
-            del logits, weights  # before the next chunk
+            del logits, weights  # frees them before the next chunk
         if parallel.tensor > 1:
             dist.all_reduce(sums, group=parallel.tensor_group)
         chosen_logit, total, first_moment = sums
@@ -328,7 +330,10 @@ class _VocabularyLogProbs(torch.autograd.Function):
 
 
 def _own(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of ``local`` tokens in a slice of ``size``, and which are in it; others get any column."""
+    """Return the columns of the ``local`` tokens in a slice of ``size`` columns, and whether each token is in it.
+
+    A token outside the slice gets an arbitrary column.
+    """
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
@@ -342,10 +347,10 @@ def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 
 
 class GroupedLinear(torch.nn.Module):
-    """One weight matrix per expert: row block e of x is multiplied by matrix e.
+    """A linear layer with one weight matrix per expert. Block e of the rows of x is multiplied by matrix e.
 
-    ``weight`` (E, in, out) is a parameter. With the ``quantisation`` int4, codes and scales of (E, out, in) replace it,
-    which are buffers.
+    ``weight`` (E, in, out) is a parameter. If ``quantisation`` is int4, two buffers replace it: the codes and scales of
+    an (E, out, in) tensor.
     """
 
     def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str) -> None:
@@ -364,11 +369,11 @@ class GroupedLinear(torch.nn.Module):
         return Packed(self.codes, self.scales)
 
     def matrices(self, experts: slice) -> Tensor:
-        """Return the matrices of these experts, or those that their codes represent.  -> (e, in, out)"""
+        """Return the matrices of these ``experts``, dequantised if they are int4 codes.  -> (e, in, out)"""
         return self.weight[experts] if self.quantisation == "none" else self.packed[experts].dequantised().mT
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Multiply.  (N, in), (E,) -> (N, out)"""
+        """Multiply each row of x by the matrix of its expert.  (N, in), (E,) -> (N, out)"""
         if "weight" in self._parameters:  # the base weight, or one that LoRA has merged
             return kernels.grouped_mm(x, self.weight, tokens_per_expert)
         return kernels.quantised_grouped_mm(x, self.packed, tokens_per_expert)
@@ -384,7 +389,8 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Compute the experts.  (N, h), (E,), (N,) -> (N, h) and no bias"""
-        # The router weight commutes with the second matrix; applying it before is cheaper, since w < h.
-        hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # of (N, 2 w), not kept: (N, w)
+        """Compute the output of each row's expert. There is no bias.  (N, h), (E,), (N,) -> (N, h), None"""
+        # The router weight commutes with the second matrix. To apply it before is cheaper, since the width w < h.
+        # No variable keeps the (N, 2 w) result of linear_fc1.
+        hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # (N, w)
         return self.linear_fc2(hidden, tokens_per_expert), None

@@ -1,12 +1,12 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without padding and with each prompt only once.
 
 The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
-nothing. Attention works on rows: the prompts attend to themselves, and the own tokens of each row (those after the
-prompt) attend to the row's prompt and to themselves. Every other operation works on single tokens, so it sees only the
-packed sequence of M tokens. A GPU takes its parts as sequences of any length. Other kernels take the prompts as padded
-rows, and the own tokens as padded rows with a mask.
-b is the number of rows, T of tokens per row, P of prompts, K of keys, and N the largest number of own tokens of a row.
-d is the head size.
+nothing. Attention works on rows. The prompts attend to themselves. The own tokens of each row, which are those after
+its prompt, attend to the prompt and to themselves. Every other operation works on single tokens, so it sees only the
+packed sequence of M tokens. A GPU's attention kernel takes its parts as sequences of any length. Other kernels take the
+prompts as padded rows, and the own tokens as padded rows with a mask.
+b is the number of rows, T the number of tokens per row, P the number of prompts, and K the number of keys. N is the
+largest number of own tokens of a row, and d is the head size.
 """
 
 import functools
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from hardware import kernels
 
-KEYS = 16  # Rows attend to a multiple of this many keys, because torch's bf16 kernel for a CPU rounds others otherwise
+KEYS = 16  # rows attend to a multiple of this many keys; with other numbers, torch's bf16 CPU kernel rounds differently
 
 
 @dataclass
 class Packing:
-    """The positions of (b, T) rows' tokens in the packed sequence. Padding has index 0, and no result reads it."""
+    """The indices that map (b, T) rows to the packed sequence and back. Padding has index 0, and no result reads it."""
 
     source: Tensor  # (M,) index of each token in the flattened rows
     position: Tensor  # (M,) position of each token in its row, for RoPE
-    num_rows: Tensor  # (M,) how many rows have the token: several for a prompt's token, 0 for filler at the end
+    num_rows: Tensor  # (M,) number of rows with the token: several for a prompt's token, 0 for filler at the end
     index: Tensor  # (b, K) inverse map: position in the row -> index in the packed sequence
-    prompt_index: Tensor  # (P, longest prompt) the prompts' tokens
-    own_index: Tensor  # (b, N) the own tokens of each row; N is 0 if there are none
+    prompt_index: Tensor  # (P, longest prompt) indices of the prompts' tokens in the packed sequence
+    own_index: Tensor  # (b, N) indices of the own tokens of each row; N is 0 if there are none
     prompt_length: Tensor  # (b,) tokens of the prompt, to which all own tokens of the row attend
     result_index: Tensor  # (M,) index of each token's result in the flattened attention results [prompts; own]
     sequences: kernels.Sequences | None = None  # on a GPU: the prompts, the own tokens of each row, and filler
@@ -39,19 +39,20 @@ class Packing:
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """kernels.attention_mask of the keys to which an own token attends in its row, for all layers.  -> (b, 1, N, K)
+        """The attention mask (kernels.attention_mask) of the own tokens over the keys of their rows.  -> (b, 1, N, K)
 
-        It is made at its first use, because a step has many micro-batches, and only one at a time needs its mask.
+        All layers use it. It is created at its first use, because a step has many micro-batches, and only one at a time
+        needs its mask.
         """
         device = self.prompt_length.device
         own = torch.arange(self.own_index.shape[1], device=device)
         keys = torch.arange(self.index.shape[1], device=device)
-        # Padding attends to the keys to which an own token there would attend, so every query has a key.
+        # Padding attends to the same keys as an own token in its position would, so every query has a key.
         last = self.prompt_length[:, None, None, None] + own[:, None]  # (b, 1, N, 1)
         return kernels.attention_mask(keys > last)
 
     def release_mask(self) -> None:
-        """Free the mask. The next use makes it again."""
+        """Free the mask. It is created again at its next use."""
         vars(self).pop("mask", None)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -70,13 +71,13 @@ class Packing:
     def pack(self, rows: Tensor) -> Tensor:
         """Return the values of ``rows``, one for each token, in the packed order.  (b, T, ...) -> (1, M, ...)
 
-        Rows that share a prompt have it once; its values are those of the first of these rows.
+        A prompt that several rows share occurs once, with the values of the first of these rows.
         """
         return rows.flatten(0, 1).index_select(0, self.source)[None]
 
 
 class CausalAttention(torch.nn.Module):
-    """Scaled dot-product attention; it replaces Megatron's core attention."""
+    """Causal scaled dot-product attention, which replaces Megatron's core attention."""
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__()
@@ -84,7 +85,10 @@ class CausalAttention(torch.nn.Module):
         self.packing: Packing | None = None
 
     def use(self, packing: Packing | None) -> None:
-        """Pack the rows like this until the next call, or not at all. Recompute needs it in a backward pass."""
+        """Expect rows packed with ``packing``, or unpacked rows if it is None, until the next call.
+
+        It must still be set in the backward pass, because recompute needs it.
+        """
         self.packing = packing
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, **unused) -> Tensor:
@@ -110,15 +114,15 @@ class _Row(NamedTuple):
 
     number: int
     prompt: tuple[int, ...]  # everything before its first trained token
-    end: int  # end of the tokens that predict another one
+    end: int  # the first position after the tokens that predict another one
 
 
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     """Return the packing with which a forward pass predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
 
-    The packed sequence is as long as a multiple of ``multiple``, because tensor parallelism splits it. Rows without a
-    trained token are left out. If no row has one, the sequence has one token, because every rank takes part in every
-    layer.
+    The length of the packed sequence is a multiple of ``multiple``, because tensor parallelism splits it. Rows without
+    a trained token are left out. If no row has one, the sequence has one token before its filler, because every rank
+    takes part in every layer.
     """
     b, width = tokens.shape
     trained = _trained_rows(tokens, mask)
@@ -195,7 +199,7 @@ def _trained_rows(tokens: Tensor, mask: Tensor) -> list[_Row]:
 
 
 def _add_sequences(packing: Packing, rows: list[_Row], prompt_start: Starts, index: Tensor, filler: int) -> None:
-    """Add the packed sequence in the form of a GPU's kernel: its parts in order, each with its number of queries."""
+    """Add the packed sequence in the form for a GPU's kernel: its parts in order, with their queries and keys."""
     queries, keys = [], []
     for prompt, start in prompt_start.items():
         queries.append(len(prompt))

@@ -1,12 +1,12 @@
 """Measures how evenly routers use the experts (RouterLoad), and replays routes (RoutingReplay).
 
-In routing replay the trainer routes a token to the experts that it had when it was sampled. R3 (arXiv 2510.11370)
+In routing replay the trainer routes a token to the experts that an earlier pass chose for it. R3 (arXiv 2510.11370)
 replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only the selection is
 replayed. The weights are the trainer's: the softmax over the logits of the chosen experts. If the model does not
-renormalise (norm_topk_prob false), they are the chosen entries of the softmax over all experts. So the router keeps its
-gradient.
-b is the number of rows, T of tokens per row, and N of tokens in this rank's sequence shard. L is the number of MoE
-layers, E of experts, and K of experts per token.
+renormalise (norm_topk_prob false), they are the chosen entries of the softmax over all experts. So the router still
+gets a gradient.
+b is the number of rows, T the number of tokens per row, and N the number of tokens in this rank's sequence shard. L is
+the number of MoE layers, E the number of experts, and K the number of experts per token.
 """
 
 import contextlib
@@ -36,20 +36,24 @@ def routers(model: torch.nn.Module, arch: Architecture) -> list[torch.nn.Module]
 
 
 def _local(rows: Tensor, parallel: Parallel) -> Tensor:
-    """Return this rank's shard: Megatron's tokens are time-major, split over tensor ranks.  (b, T, ...) -> (N, ...)"""
+    """Return this rank's sequence shard of ``rows``.  (b, T, ...) -> (N, ...)
+
+    In Megatron, tokens are time-major and split over the tensor ranks.
+    """
     return rows.transpose(0, 1).chunk(parallel.tensor)[parallel.tensor_rank].flatten(0, 1)
 
 
 class RouterLoad:
-    """The tokens of each expert in the forward passes of a step's updates, and the confidence of the routers.
+    """The number of tokens that each expert gets in the updates of a step, and the confidence of the routers.
 
-    A token counts once for each row that contains it, although packed rows share the tokens of their prompt. The last
-    token of a row and padding do not count. So the numbers depend neither on the layout nor on the micro-batches.
+    The confidence is the largest probability of a token's softmax over the experts. Only forward passes count. A token
+    counts once for each row that contains it, although packed rows share the tokens of their prompt. The last token of
+    a row and padding do not count. So the numbers depend neither on the layout nor on the micro-batches.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
-        self.rows: Tensor | None = None  # (N,) for how many rows each token of the counted forward pass counts
+        self.rows: Tensor | None = None  # (N,) number of rows for which each token of the counted pass counts
         layers = routers(model, arch)
         # (L, E + 1) the tokens of each expert, then the sum of the confidence. fp32 represents counts up to 2^24
         # exactly.
@@ -59,18 +63,21 @@ class RouterLoad:
             router.routing = functools.partial(self._routing, router.routing, sums)
 
     def _routing(self, inner: Callable, sums: Tensor, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return the result of ``inner``, the routes that the layer uses, and add them to ``sums``.  (tokens, E)"""
+        """Return the routes that ``inner`` computes and the layer uses, and count them in ``sums``.  (tokens, E)"""
         probs, chosen = inner(logits, *args, **kwargs)
         if self.rows is not None:
             own = logits.detach().view(-1, self.arch.num_experts).float()
-            # Not +=, which would also copy the result to where it is.
+            # add_ is used because += would also copy the result onto itself.
             sums[:-1].add_((chosen * self.rows[:, None]).sum(0))
             sums[-1].add_(((own.amax(-1) - own.logsumexp(-1)).exp() * self.rows).sum())
         return probs, chosen
 
     @contextlib.contextmanager
     def counting(self, micro: MicroBatch) -> Iterator[None]:
-        """Count the one forward pass of ``micro`` in this block. The recompute of a backward pass is outside of it."""
+        """Make the forward pass in this block count. ``micro`` is its micro-batch.
+
+        The backward pass must be outside the block, because its recompute must not count.
+        """
         self.rows = _local(micro.packing.num_rows[None].float(), self.parallel)
         try:
             yield
@@ -78,9 +85,10 @@ class RouterLoad:
             self.rows = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the moe/... metrics of all ranks since the last call, averaged over the layers. Collective.
+        """Return the moe/... metrics of all ranks since the last call, averaged over the layers.
 
-        by_layer then has the values of each layer. Without a MoE layer, or a counted token, both are empty.
+        ``by_layer`` then has the values of each layer. Without an MoE layer or a counted token, the metrics and
+        ``by_layer`` are empty. All ranks call this together.
         """
         sums = self.parallel.sum_over_ranks(self.sums).double()
         self.sums.zero_()
@@ -100,29 +108,29 @@ class RouterLoad:
 
 
 class RoutingReplay:
-    """Wraps the top-k of the model's routers: pass through, record, or replay.
+    """A wrapper around the top-k of the model's routers, which passes their choice through, records it or replaces it.
 
-    Only MoE layers are counted. A record stays bound to a micro-batch until its backward pass is done, because
+    Layer numbers count only MoE layers. A record stays bound to a micro-batch until its backward pass is done, because
     activation recompute routes again there and must choose the same experts.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
         self.arch, self.parallel = arch, parallel
         self.routes: Tensor | None = None  # (N, L, K) of the bound micro-batch
-        self.replayed: Tensor | None = None  # (N,) rows whose token has a record; 0: the router chooses
+        self.replayed: Tensor | None = None  # (N,) number of rows with a record for the token; 0: the router chooses
         self.written: dict[int, Tensor] | None = None  # layer -> (N, K), during `record`
         self.uses = [0] * sum(arch.moe_layers)  # how often each layer has read the bound record
         self.counting = False
-        # (2,) pairs of a token and a layer: those with another set of experts, and all pairs
+        # (2,) numbers of (token, layer) pairs: those whose top-k differs from the record, and all pairs
         self.counts = torch.zeros(2, dtype=torch.int64, device=parallel.device)
         for index, router in enumerate(routers(model, arch)):
             router.routing = functools.partial(self._routing, router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return the probabilities and the map of one MoE layer's router, for the recorded or the chosen experts.
+        """Return the weights of the experts for each token of one MoE layer, and whether it uses each expert.
 
-        They come from ``native``, Megatron's routing, unless this object records or replays.
-        (tokens, E) -> (N, E), (N, E)
+        The experts are those of the record or, without one, those that the router chooses. If this object neither
+        records nor replays, ``native``, which is Megatron's routing, computes both.  (tokens, E) -> (N, E), (N, E)
         """
         if self.routes is None and self.written is None:
             return native(logits, *args, **kwargs)
@@ -143,12 +151,12 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def replaying(self, routes: Tensor, replayed: Tensor, *, count: bool = False) -> Iterator[None]:
-        """Use ``routes`` in every forward pass and recompute in this block, where ``replayed`` is not 0.
+        """Use ``routes`` in every forward pass and recompute in this block, for the tokens where ``replayed`` is not 0.
 
-        The shapes are (b, T, L, K) and (b, T), of whole rows; each rank takes its sequence shard. ``replayed`` is the
-        number of rows for which a token counts: packed rows share the tokens of their prompt. With ``count``,
-        differing_share compares this pass with the record. Raises Tripped unless every layer has used the record when
-        the block ends, because a run with an unused record would only look replayed.
+        ``replayed`` is the number of rows for which a token counts, because packed rows share the tokens of their
+        prompt. With ``count``, differing_share includes this pass. Raises Tripped unless every layer has used the
+        record when the block ends, because a run with an unused record would only seem to replay. Both tensors have
+        whole rows, of which each rank takes its sequence shard.  (b, T, L, K), (b, T)
         """
         self.routes = _local(routes, self.parallel).long()
         self.replayed = _local(replayed, self.parallel)
@@ -163,7 +171,7 @@ class RoutingReplay:
     def record(self, run: Callable[[], Value], num_rows: int) -> tuple[Value, Tensor]:
         """Return the value of ``run``, which makes one forward pass of ``num_rows`` rows, and the routes of that pass.
 
-        The routes are (b, T, L, K) uint8 of the whole rows. Collective over the tensor ranks.
+        A collective: all tensor ranks call it. The routes are those of the whole rows, (b, T, L, K) uint8.
         """
         self.written = {}
         try:
@@ -177,7 +185,7 @@ class RoutingReplay:
     def differing_share(self) -> float:
         """Return the share of (token, layer) pairs, over all ranks, where the trainer's top-k differs from the record.
 
-        Collective. It counts since the last call.
+        The pairs since the last call count. All ranks call this together.
         """
         counts = self.parallel.sum_over_ranks(self.counts.float())
         self.counts.zero_()
@@ -203,9 +211,9 @@ def collect(
 ) -> dict[int, Tensor]:
     """Return the engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K).
 
-    ``own`` has the routes of the completions that this rank sampled. ``shares`` is batches.plan's [micro-batch][data
-    rank] -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a replica have its
-    completions, and the first of them sends the routes. Collective.
+    ``own`` has the routes of the completions that this rank sampled. ``shares`` is the result of batches.plan:
+    [micro-batch][data rank] -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a
+    replica have its completions, and the first of them sends the routes. All ranks call this together.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
@@ -230,11 +238,11 @@ def collect(
 def exchange(
     own: dict[int, Tensor], owner: dict[int, int], needed_by: dict[int, list[int]], shapes: dict[int, tuple], rank: int
 ) -> dict[int, Tensor]:
-    """Return the records of the sequences that this rank trains. Each is sent once, by the rank that sampled it.
+    """Return the records of the sequences that this rank trains. The rank that has a record sends it to them.
 
-    ``own`` has this rank's records, sequence -> uint8. The other maps are equal on every rank: ``owner``, the rank that
-    has a sequence's record; ``needed_by``, the ranks that train it; ``shapes``, the shape of its record. Collective:
-    one message of uint8.
+    ``own`` has the records of this rank, sequence -> uint8. The other maps are equal on every rank. ``owner`` has the
+    rank that sends the record of a sequence, ``needed_by`` the ranks that train it, and ``shapes`` the shape of its
+    record. All ranks call this together; it is one all-to-all of uint8.
     """
     peers = range(dist.get_world_size())
     outgoing = [_message(rank, peer, owner, needed_by) for peer in peers]

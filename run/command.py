@@ -15,7 +15,7 @@ from runlog import trackers
 
 
 def read(arguments: list[str], manual: str) -> Config | None:
-    """Return the configuration to train, or None after `--check`, which prints its result."""
+    """Return the configuration of the run, or None after `--check`, whose result this function prints."""
     parser = command_line("train_grpo.py", manual)
     parser.add_argument("--check", action="store_true", help="check the input, print the result and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks that the run will have")
@@ -38,10 +38,10 @@ def read(arguments: list[str], manual: str) -> Config | None:
 
 
 def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Return ``main`` with the exit codes of a training run.
+    """Wrap ``main`` so that the command ends with the exit codes of a training run.
 
-    It ends with 2, after one line, for unusable input, with 3 after the message of a tripwire, and with 1 for any other
-    error. A rank that makes no progress ends itself with 4, and a signal ends it with 128 + its number
+    They are 2 for unusable input (after one line), 3 after the message of a tripwire, and 1 for any other error. A rank
+    that makes no progress ends itself with 4. A signal ends it with 128 + the number of the signal
     (runlog/progress.py).
     """
 
@@ -53,7 +53,7 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         except (InputError, Tripped):  # one line, which `command` prints
             raise
         except Exception as error:
-            if of_the_user(error):  # after reading the input, it may be a library's file, which the traceback shows
+            if of_the_user(error):  # after the input was read, a library's file may be wrong; the traceback shows it
                 passed = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 cause = "" if read.__code__ in passed else traceback.format_exc()
                 report(f"{cause}error: {one_line(error)}")

@@ -1,4 +1,4 @@
-"""The checks before a start: everything that a run reads except its weights, and the result that `--check` prints.
+"""The checks before a start, of everything that a run reads except its weights, and the result that `--check` prints.
 
 They raise InputError for input with which the run could not work.
 """
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     tokenizer: Any  # of transformers
     stop_tokens: set[int]  # the tokens that end a completion
     questions: Questions
-    held_out: dict[str, Questions]  # the questions of data.test_path under "", and of eval.sets
+    held_out: dict[str, Questions]  # the questions of data.test_path under "", and of eval.sets by name
     scorer: Scorer
     environment: Environment | None  # of rollout.environment
 
@@ -54,12 +54,12 @@ class Inputs(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[str, Questions]]:
-        """The training questions and each set of held-out questions, with names for a reader."""
+        """The training questions and each set of held-out questions, with names to print."""
         return [("train", self.questions), *((name or "held out", part) for name, part in self.held_out.items())]
 
     @property
     def probe(self) -> list[int]:
-        """The prompt for comparisons between engine and trainer."""
+        """The prompt on which engine and trainer are compared."""
         return self.held_out[""][0].prompt
 
     def score(self, answers: Sequence[tuple[Question, Completion]]) -> list[Score]:
@@ -94,7 +94,7 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
 
 
 def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, row_tokens: int) -> bool:
-    """Return whether ``folder`` is for a tiny model that does not exist yet. Raises InputError for other content."""
+    """Return whether a tiny model must still be created in ``folder``. Raises InputError if it has other content."""
     return tiny is not None and not tiny_model.exists(folder, tiny_model.recipe(tiny, data, row_tokens))
 
 
@@ -105,10 +105,11 @@ def read_inputs(
     beat: Callable[..., None] = lambda done="": None,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Inputs:
-    """Read the tokenizer and the questions with their prompts, but no weight. Calls ``beat`` after each prompt.
+    """Read the tokenizer and the questions with their prompts, but no weights. Calls ``beat`` after each prompt.
 
-    Raises InputError for an unusable file or environment, for too few questions, and for a held-out question that is
-    also a training question. For ``waiting`` see tasks/environment.py.
+    Raises InputError for an unusable file or environment and for too few questions. If the check held_out may stop the
+    run, it also raises InputError for a held-out question that is also a training question. For ``waiting`` see
+    tasks/environment.py.
     """
     huggingface.read_model(cfg.model.path, arch)
     tokenizer = data_gsm8k.load_tokenizer(cfg.model.path)
@@ -149,7 +150,8 @@ def read_inputs(
 def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfig, scorer: Scorer) -> None:
     """Raise InputError unless the reward scores every gold answer as correct. Otherwise the advantages would be noise.
 
-    A reward in separate processes may be slow, so each rank then checks its share of the answers.
+    If the reward runs in separate processes, it may be slow, so each rank checks only its share of the answers. If
+    reward.check_gold is false, nothing is checked.
     """
     if not reward.check_gold:
         return
@@ -177,7 +179,7 @@ def check_answers(reward: RewardConfig, train: DataConfig, evaluation: EvalConfi
 def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, scorer: Scorer) -> None:
     """Raise InputError unless the user's functions are reproducible and treat all rows alike.
 
-    This cannot show whether they reward the right thing.
+    This check cannot show whether the functions reward the right behaviour.
     """
     if reward.function:
         rows = data_gsm8k.read(data, "train")[0][:SCORED_TWICE]
@@ -193,8 +195,8 @@ def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, sc
 def check_environment(environment: Environment, questions: Sequence[Question], arch: Architecture) -> None:
     """Raise InputError unless the user's environment is reproducible and its tokens are in the model's vocabulary.
 
-    The environment gets the data's answers: each one up to the first occurrence of every text in rollout.stop, and the
-    whole answer.
+    The environment gets the data's answers. For each text in rollout.stop, an answer is cut after the first occurrence
+    of this text. If the chat template ends a turn with a token, the environment also gets the whole answer.
     """
     if (size := len(environment.tokenizer)) > arch.vocab_size:
         raise InputError(
@@ -215,16 +217,17 @@ def check_environment(environment: Environment, questions: Sequence[Question], a
 
 
 def right_answer(reward: RewardConfig, instruction: str, question: Question) -> str:
-    """Return a completion that the reward should score as correct: the answer in the form that reward.method reads."""
+    """Return a completion that the reward should score as correct, in the form that reward.method reads."""
     answer = question.answer if "#### " in question.answer else f"#### {question.gold}"
     asks_for_box = reward_gsm8k.BOXED in instruction
     return answer if reward.function else reward_gsm8k.in_form(answer, reward.method, asks_for_box)
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """Describe a start in lines, without creating anything. Raises InputError for input with which it would end.
+    """Return text that describes the start of a run, without starting it. Temporary files are removed.
 
-    If the configuration needs a device that this machine lacks, a line says so, and the rest is checked.
+    Raises InputError for input that would end the start. If the configuration needs a device that this machine lacks,
+    a line says so, and everything else is checked.
     """
     elsewhere = making = ""
     try:
@@ -268,7 +271,7 @@ def report(cfg: Config, ranks: int) -> str:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Raise InputError unless ``folder`` is writable or can be created. This creates nothing."""
+    """Raise InputError unless ``folder`` is writable or can be created. The check creates nothing."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{key}: {folder}: {nearest} is not a writable folder; choose one that is")
@@ -277,8 +280,9 @@ def check_writable(key: str, folder: Path) -> None:
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
     """Return the checkpoint for train.resume, with verified checksums, or None for a new run.
 
-    Raises InputError if the named run has no good checkpoint or another configuration, or if the files of the model,
-    the tokenizer or the data have changed since the run was started. Calls ``beat`` while it reads these files.
+    Raises InputError if the named run has no usable checkpoint or another configuration. Unless train.changed_inputs is
+    accept, it also does so if the files of the model, the tokenizer or the data have changed since the run's start.
+    Calls ``beat`` while it reads these files.
     """
     if cfg.train.resume == "never":
         return None
@@ -305,7 +309,7 @@ def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -
 
 
 def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
-    """Return the text to print before the first step: layout, data, and batch arithmetic."""
+    """Return the text to print before the first step: the layout, the data, the sizes of a step, and warnings."""
     prompts, group = cfg.rollout.prompts_per_step, cfg.rollout.group_size
     updates = prompts // cfg.optim.prompts_per_update
     tensor, expert = cfg.parallel.tensor, cfg.parallel.expert
@@ -332,7 +336,7 @@ def introduction(cfg: Config, ranks: int, inputs: Inputs) -> str:
 
 
 def look_alikes(name: str, first: Questions, second: Questions) -> list[str]:
-    """Return a warning if questions of two parts differ only in case, width or invisible characters."""
+    """Return a warning if questions of ``first`` and ``second`` differ only in case, width or invisible characters."""
     pairs = question_files.alike(first, second)
     if not pairs:
         return []
@@ -363,7 +367,7 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
 
 
 def texts(settings: str, inputs: Inputs) -> dict[str, str]:
-    """Return the texts that must be equal on all ranks, because each rank reads the files of its node."""
+    """Return the texts that must be equal on all ranks. They may differ, because each rank reads its node's files."""
     return {
         "the configuration": settings,
         "config.json of model.path": repr(inputs.arch),

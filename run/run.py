@@ -39,14 +39,14 @@ class Run:
     """A run that begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
-        """Open the folder of a new run, or the folder of the run that this one continues. Collective."""
+        """Open the folder of a new run or of the run that this one continues. All ranks call this together."""
         cfg, log, heartbeat = self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
         self.profiler: Any = None  # the profiler of the current step, if the step is profiled
         self.peak: tuple[float, str] | tuple[()] = ()  # peak of the device memory in GiB, and its phase; () on a CPU
         with heartbeat.waiting():  # reading tokenizer and questions takes longer on one node than on another
             parallel_setup.refuse_unequal(texts(to_yaml(cfg), inputs))
-        self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # until restore
+        self.saved = saved = agreed_checkpoint(cfg, parallel, heartbeat)  # kept until restore
         self.first_step = saved.step if saved else 0  # > 0 after a resume
         # Only rank 0 reads the model's files for their checksums.
         read = run_record.inputs(run_record.input_files(cfg), heartbeat.beat) if parallel.rank == 0 else {}
@@ -74,7 +74,8 @@ class Run:
     def introduce(self, learner: Learner, push: Push) -> None:
         """Print the layout, the data and the trained modules, and the folder of the run.
 
-        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. Collective.
+        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. All ranks call
+        this together.
         """
         parallel = self.parallel
         self.heartbeat.beat("the first push of the whole model")
@@ -89,7 +90,10 @@ class Run:
         return frozenset(composed(one.question) for part in self.inputs.held_out.values() for one in part)
 
     def evaluate(self, engine: Engine, after_steps: int) -> None:
-        """Evaluate the policy in ``engine`` after ``after_steps`` steps, and log the result. Collective."""
+        """Evaluate the policy in ``engine`` after ``after_steps`` steps, and log the result.
+
+        All ranks call this together.
+        """
         cfg, inputs = self.cfg, self.inputs
         summary, outcomes, answers = evaluate.evaluate(
             engine,
@@ -114,15 +118,18 @@ class Run:
             self.profiler = devices.profiler(self.parallel.device)
             self.profiler.start()
         if self.inputs.environment:
-            self.inputs.environment.seconds = 0.0  # the seconds of an evaluation may be left
+            self.inputs.environment.seconds = 0.0  # an evaluation may have left some
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
-        """Raise Tripped if the push should have changed but did not. ``pushed`` has its metrics. Collective."""
+        """Raise Tripped if the pushed tensors are wrong, or have not changed although they should.
+
+        ``pushed`` has the metrics of the push. All ranks call this together.
+        """
         self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
 
     def check_rollout(self, step: int, sampled: Sampled) -> None:
-        """Raise Tripped if the step asks a question that it must not ask."""
+        """Raise Tripped if the step asks a held-out question, or if steps in a row ask the same questions."""
         asked = [composed(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
@@ -135,7 +142,10 @@ class Run:
         learner: Learner,
         timer: StepTimer,
     ) -> dict[str, float]:
-        """Log completions, metrics and times of a step. Returns rank 0's metrics, by which all decide. Collective."""
+        """Log the completions, metrics and times of a step, and return the metrics of rank 0.
+
+        All ranks base their decisions on these metrics. All ranks call this together.
+        """
         rows = rollout.of_step(sampled, advantages, learner.teacher_kl, self.parallel)
         computed = rollout.metrics(sampled) | rollout.part_means(rows) | metrics
         metrics = self.parallel.gather_objects(computed)[0]
@@ -155,14 +165,17 @@ class Run:
         return metrics
 
     def check(self, step: int, rewards: Tensor, metrics: dict[str, float], learner: Learner, push: Push) -> None:
-        """Raise Tripped if the step shows that the run is silently wrong. Collective."""
+        """Raise Tripped if the step shows that the run is silently wrong. All ranks call this together."""
         extremes = rewards.min().item(), rewards.max().item()
         self.tripwires.after_step(step, metrics, extremes, functools.partial(push.differing_layer, self.inputs.probe))
         self.tripwires.reference(step, learner.reference_gap)
         self.tripwires.state(step + 1, lambda: learner.policy.unequal(frozen=False))
 
     def end_step(self, step: int) -> None:
-        """Write this rank's trace if the step was profiled. Collective: only rank 0 knows a new run's folder."""
+        """Write this rank's trace if the step was profiled.
+
+        All ranks call this together, because only rank 0 knows the folder of a new run.
+        """
         if self.profiler is None:
             return
         self.profiler.stop()
@@ -176,7 +189,10 @@ class Run:
         self.profiler = None
 
     def save(self, learner: Learner, after_steps: int) -> None:
-        """Write a checkpoint, and check that all ranks and the files have the same weights. Collective."""
+        """Write a checkpoint, and check that all ranks and the files have the same weights.
+
+        All ranks call this together.
+        """
         self.tripwires.state(after_steps, lambda: learner.policy.unequal(frozen=True))
         tensors, counts = learner.state()
         self.tripwires.state(after_steps, lambda: checkpoint.mismatch(after_steps, to_dict(self.cfg), counts))
@@ -194,7 +210,7 @@ class Run:
         dist.barrier()
 
     def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of plan/utilisation.py for a step. ``trained`` is Learner.trained."""
+        """Return the metrics of a step from plan/utilisation.py. ``trained`` is Learner.trained."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         learned, device = [rows[sequence] for sequence in trained], self.parallel.device
@@ -204,11 +220,11 @@ class Run:
         )
 
     def finish(self) -> None:
-        """Log the peak of the device memory and the result of the run."""
+        """Log the peak of the device memory and the result of the run, and draw its curves."""
         if self.peak:
             gib, phase = self.peak
             self.log.say(f"device memory: at most {gib:.2f} GiB in {phase}")
-        summaries = self.log.evaluations()  # only rank 0 has some
+        summaries = self.log.evaluations()  # [] except on rank 0
         result = evaluate.result_line(summaries[0], summaries[-1], self.cfg.data.source) if summaries else ""
         self.log.finish(result, self.tripwires.messages)
         if self.parallel.rank == 0:
@@ -225,9 +241,10 @@ def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]
 
 
 def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: dict[str, dict[str, str]]) -> None:
-    """Raise InputError unless all nodes have the same undamaged teacher, made for the run's base model. Collective.
+    """Raise InputError unless all nodes have the same undamaged teacher, made for the run's base model.
 
-    ``inputs`` is run_record.inputs, on rank 0. On every other node, the first rank computes the teacher's checksums.
+    ``inputs`` is the result of run_record.inputs on rank 0, and {} on other ranks. On every other node, the first rank
+    computes the teacher's checksums. All ranks call this together.
     """
     own = inputs.get("teacher")
     if own is None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -239,7 +256,10 @@ def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: 
 
 
 def agreed_checkpoint(cfg: Config, parallel: Parallel, heartbeat: Heartbeat) -> checkpoint.Checkpoint | None:
-    """Return the same checkpoint to resume from on all ranks: rank 0 chooses it, and every rank opens its files."""
+    """Return the checkpoint to resume from, the same one on all ranks, or None if there is none.
+
+    Rank 0 chooses it, and every rank opens its files. All ranks call this together.
+    """
     found = checkpoint_to_resume(cfg, heartbeat.beat) if parallel.rank == 0 else None
     with heartbeat.waiting():
         path = parallel.gather_objects(found and found.path)[0]

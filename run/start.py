@@ -23,7 +23,7 @@ from weights import tiny_model
 
 @dataclass
 class Start:
-    """The parts of a run that exist before the device is started, and the checks of the input in their order."""
+    """The parts of a run that exist before the device is started. Its methods check the input; call them in order."""
 
     cfg: Config
     log: RunLog  # it has no folder yet, so it only prints
@@ -44,20 +44,20 @@ class Start:
         return arch
 
     def make_tiny_model(self, device: torch.device) -> None:
-        """Create the model of cfg.tiny_model if it is requested and does not exist. Collective over all ranks."""
+        """Create the model of cfg.tiny_model if it is set and does not exist. All ranks call this together."""
         cfg = self.cfg
         if cfg.tiny_model is not None:
             tiny_model.make(cfg.model.path, cfg.tiny_model, cfg.data, cfg.row_tokens, device, self.heartbeat.beat)
 
     def read_inputs(self, arch: Architecture) -> Inputs:
-        """Read the tokenizer and the questions after all ranks have met."""
+        """Read the tokenizer and the questions after all ranks have connected."""
         self.heartbeat.beat("the meeting of all ranks")
         return input_check.read_inputs(self.cfg, arch, self.scorer, self.heartbeat.beat, self.heartbeat.waiting)
 
 
 @contextlib.contextmanager
 def started(cfg: Config) -> Iterator[Start]:
-    """Make a `Start` in this block, note the error that ends the run, and close all parts."""
+    """Make a `Start` in this block. At its end, log the error that ends the run, if any, and close all parts."""
     log = RunLog(cfg, parallel_setup.launched_rank())
     heartbeat = Heartbeat(cfg.train.stall_seconds, log)
     progress.end_on_signals(log.reached, log.note)

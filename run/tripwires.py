@@ -1,4 +1,4 @@
-"""Checks that every step of a correct run passes, and that stop a run that is silently wrong.
+"""Checks that every step of a correct run passes. They stop a run that is silently wrong.
 
 facts/checks.py names the checks and says when each of them fires. A failed check raises Tripped with a message of at
 most ten lines, which names the likely cause. The lists `checks.warn` and `checks.off` of the configuration name the
@@ -38,12 +38,15 @@ GAP_START, GAP_FACTOR, GAP_FLOOR, GAP_STEPS = 10, 10, 0.1, 3  # see _far_above_t
 IDENTICAL_NATS = 200.0  # equal completions are a fault if their probability is below e^-200
 MOST_WRONG = 1e-3  # share of an expert's sampled elements that may be rounded differently
 REWARD_START = 0.02  # a mean reward below this cannot fall in a meaningful way
-ROUNDING = -1e-6  # rounding can lower an estimate that cannot be negative to this
+ROUNDING = -1e-6  # by rounding, an estimate that cannot be negative may be as low as this
 NOT_NEGATIVE = ("k2", "k3", "low_var_kl", "low_var_kl+", "abs")  # kinds of loss.kl
 
 
 def wrong_merge(share: float) -> str:
-    """Describe the fault if ``share``, which is sync/experts_wrong (Policy.update_kept), is too large; otherwise ""."""
+    """Return a description of the fault if ``share`` is too large, or "" if it is not.
+
+    ``share`` is the metric sync/experts_wrong (Policy.update_kept).
+    """
     if share <= MOST_WRONG:
         return ""
     return (
@@ -53,7 +56,7 @@ def wrong_merge(share: float) -> str:
 
 
 def teaches(kl: float, coef: float) -> bool:
-    """Return whether a KL with this weight is too large for a gradient of exactly 0."""
+    """Return whether a KL with the weight ``coef`` is so large that its gradient cannot be exactly 0."""
     return kl >= LEAST_KL and coef >= LEAST_KL_COEF
 
 
@@ -65,12 +68,15 @@ def truncated_steps(rollout: RolloutConfig) -> int:
 class Tripwires:
     """The checks on the metrics of every step.
 
-    Every rank must pass exactly the same numbers. Then all ranks stop or none does, and all ranks call
-    ``differing_layer``, which is collective. After a resume, "the first steps" are those of the new process.
+    Every rank must pass exactly the same numbers. Then either all ranks stop or none does. All ranks also call
+    ``differing_layer`` together, which is a collective. After a resume, "the first steps" are those of the new process.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None], earlier: Mapping[str, str] | None = None) -> None:
-        """Watch a run. ``say`` prints, and ``earlier`` has the ``messages`` of the start that this one resumes."""
+        """Prepare the checks of a run. ``say`` prints a line.
+
+        If the run resumes, ``earlier`` has the ``messages`` of the start before it.
+        """
         self.cfg, self.say = cfg, say
         self.warned: set[str] = set()
         self.messages = dict(earlier or {})  # the first warning of each check
@@ -78,7 +84,7 @@ class Tripwires:
         self.rewards: set[float] = set()
         self.gaps: list[float] = []  # nats per token, of every checked step
         self.reported_gap = False
-        self.kl_zero: list[float] = []  # numbers of tokens of the last steps if their KL was exactly 0
+        self.kl_zero: list[float] = []  # numbers of tokens of the latest steps in a row with a KL of exactly 0
         self.identical_nats = 0.0
         self.questions: list[frozenset[str]] = []  # of the last steps
         self.checksums: list[float] = []  # of the last push
@@ -110,7 +116,10 @@ class Tripwires:
         return dict.fromkeys(cfg.checks.off, "off") | {check: reason for check, holds, reason in rules if holds}
 
     def trip(self, check: str, found: str, look_at: str) -> None:
-        """Raise Tripped for a failed check, or print a warning once, or do nothing, depending on the two lists."""
+        """Raise Tripped for a failed check, unless cannot_judge lists the check.
+
+        If checks.warn lists it, this function prints a warning instead, once per process.
+        """
         if check in self.cannot_judge():
             return
         warn = self.cfg.checks.warn
@@ -128,10 +137,10 @@ class Tripwires:
     # -------------------------------------------------------------------------------- before a step
 
     def state(self, step: int, find: Callable[[], str]) -> None:
-        """Check that all ranks have the same state after ``step`` steps.
+        """Check that all ranks, or ranks and files, have the same state after ``step`` steps.
 
-        ``find`` returns the differences, or "" if there are none. It is not called if the check is off. See
-        Policy.unequal.
+        ``find`` returns the differences, or "" if there are none; see Policy.unequal. It is not called if the check is
+        off.
         """
         if "state" not in self.cfg.checks.off and (differing := find()):
             self.trip(
@@ -141,10 +150,11 @@ class Tripwires:
             )
 
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
-        """Check that an update with a gradient has changed the pushed tensors, and that they are W + s B A.
+        """Check that an update with a gradient has changed the pushed tensors.
 
-        ``checksums`` has a checksum per rank of the tensors that it pushed for ``step``. ``metrics`` belongs to the
-        same push.
+        It also checks that merged experts in memory that trainer and sampler share are W + (alpha / R) B A.
+        ``checksums`` has one checksum per rank, of the tensors that the rank pushed for ``step``. ``metrics`` has the
+        metrics of the same push.
         """
         if wrong := wrong_merge(metrics.get("sync/experts_wrong", 0.0)):
             self.trip(
@@ -166,9 +176,10 @@ class Tripwires:
             )
 
     def asked(self, step: int, asked: list[str], num_questions: int, held_out: frozenset[str]) -> None:
-        """Check the questions of ``step``, drawn from ``num_questions``. No question of ``held_out`` may be among them.
+        """Check the questions that ``step`` asks. They were drawn from ``num_questions`` questions.
 
-        The ordinary questions of the step come first, followed by those of dynamic sampling.
+        None may be in ``held_out``, and STUCK_STEPS steps in a row must not ask the same questions. In ``asked``, the
+        ordinary questions of the step come first, followed by those of dynamic sampling.
         """
         if leaked := held_out.intersection(asked):
             self.trip(
@@ -197,7 +208,7 @@ class Tripwires:
     ) -> None:
         """Check the metrics of ``step`` (from 0). ``rewards`` are its smallest and its largest reward.
 
-        ``differing_layer(bound)`` names the layer in which sampler and trainer differ.
+        ``differing_layer(bound)`` names the layer in which sampler and trainer differ by more than ``bound``.
         """
         self.history.append(metrics)
         self.rewards.update(rewards)
@@ -219,10 +230,11 @@ class Tripwires:
             judge(when, metrics)
 
     def reference(self, step: int, gap: float | None) -> None:
-        """Check the reference pass of the first update that trained a token since the start or resume, after ``step``.
+        """Check the reference pass of the first update since the start or resume that trained a token.
 
-        ``gap`` is Learner.reference_gap. Experts that are dequantised, or merged in the memory of an engine with a
-        separate model, may have another memory order than in the reference pass. Some kernels then round differently.
+        ``gap`` is Learner.reference_gap after ``step``. Experts that are dequantised, or merged in the memory of an
+        engine with a separate model, may have another memory order than in the reference pass. Some kernels then round
+        differently, so a gap of up to KERNEL_GAP is allowed.
         """
         other_order = self.cfg.model.quantisation != "none" or self.cfg.rollout.engine != "torch"
         most = KERNEL_GAP if self.cfg.merging >= Merging.PASSES and other_order else 0.0
@@ -255,9 +267,10 @@ class Tripwires:
             )
 
     def _truncated(self, when: str, metrics: dict[str, float]) -> None:
-        """Check whether most completions are truncated, over enough steps for 256 of them. Fewer may be chance."""
+        """Check whether most completions are truncated, over enough steps for 256 completions. Fewer may be chance."""
         rollout, steps = self.cfg.rollout, truncated_steps(self.cfg.rollout)
-        if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:  # then "sampling" is silent, too
+        # At a higher temperature, long completions say nothing about the model, so "sampling" is also silent.
+        if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:
             return
         share = fmean(self._column("response_length/truncated_frac")[-steps:])
         where = f"{when}, the last {steps}" if steps > 1 else when
@@ -279,7 +292,7 @@ class Tripwires:
         """Check whether the completions of a group differ, as the entropy of the policy requires.
 
         Two completions are equal by chance with a probability of about e^-(entropy x length). The exponents of all
-        groups are summed over consecutive steps in which all groups are identical.
+        groups are summed over consecutive steps in which every group has only identical completions.
         """
         rollout = self.cfg.rollout
         if metrics["rollout/identical_groups"] < rollout.prompts_per_step:
@@ -332,8 +345,9 @@ class Tripwires:
     def _far_above_the_first_steps(self, bound: float) -> bool:
         """Return whether the gaps of the last three steps all exceed 10 x the median of the first ten steps.
 
-        Gaps below a tenth of the bound do not count. A single step proves nothing: if two experts are almost equal for
-        a token, it can differ by a nat in a correct run, which adds 3e-4 to a mean that is otherwise 3e-7.
+        Gaps below a tenth of the bound do not count. A single step proves nothing. If a router scores two experts
+        almost equally for a token, the token's log-prob can differ by a nat in a correct run. This adds 3e-4 to a mean
+        that is otherwise 3e-7.
         """
         first, last = self.gaps[:GAP_START], self.gaps[GAP_START:][-GAP_STEPS:]
         usual = max(GAP_FACTOR * median(first), GAP_FLOOR * bound)
