@@ -5,11 +5,10 @@ broken. Therefore these statistics of the draws are checked. A correct run fails
 
 - Many first tokens of few prompts are compared with the probabilities of all tokens, in a chi-square test.
 - The number of completions that repeat an earlier one of their prompt is compared with its expected value.
-- A batch is requested again with the same seeds, and must have the same first tokens.
+- A batch is requested again with the same seeds, and at least nine tenths of its first tokens must be the same.
 
-P is the number of prompts, R of replicas, G of a replica's samples per prompt, and S of all replicas' samples per
-prompt. C is the number of classes, and V the size of the vocabulary. Question i of a batch gives prompt i // R to
-replica i % R.
+P is the number of prompts, R of replicas, G of a replica's samples per prompt, and S of all samples of a prompt. C is
+the number of classes, and V the size of the vocabulary. Question i of a batch gives prompt i // R to replica i % R.
 """
 
 import math
