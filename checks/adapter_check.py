@@ -140,7 +140,7 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
 def of_prompt(rows: list, prompt: list[int]) -> list[float]:
     """Return the log-probs of a prompt's tokens, beginning with the second token.
 
-    ``rows`` come from vLLM. Their keys are tokens, which an answer from a server contains as text.
+    ``rows`` come from vLLM. Each row maps tokens to log-probs; if it comes from a server, the tokens are text.
     """
     found = [row.get(token, row.get(str(token))) for row, token in zip(rows[1:], prompt[1:], strict=True)]
     return [entry["logprob"] if isinstance(entry, dict) else entry.logprob for entry in found]
@@ -175,7 +175,7 @@ def in_server(expected: dict, url: str) -> Program:
 
 
 def ask(url: str, body: dict | None = None) -> dict[str, Any]:
-    """Return the JSON object that a server answers, or {} if it answers anything else.
+    """Return the JSON object in a server's answer, or {} if the answer is not an object.
 
     Raises RuntimeError with the server's message if the server refuses.
     """
@@ -225,9 +225,9 @@ def judged(
 ) -> dict[str, Any]:
     """Return the verdict, the distance from the right log-probs in nats, and a remark.
 
-    ``got`` and ``base_got`` are the program's log-probs with the probe and without an adapter. ``base`` is the expected
-    log-probs without an adapter. ``known`` has the right log-probs with this kind of probe, and those under each known
-    fault, as in expected.json.
+    ``got`` has the program's log-probs with the probe, and ``base_got`` those without an adapter. ``base`` has the
+    expected log-probs without an adapter. ``known`` has the right log-probs with this kind of probe, and those under
+    each known fault, as in expected.json.
     """
     if not got.isfinite().all():
         return {"verdict": "wrong", "nats": None, "remark": "not finite"}
@@ -335,7 +335,7 @@ def is_folder(stack: str) -> bool:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether a row is good. The given adapter must be applied; a probe may also be refused."""
+    """Return whether a row is good. The given adapter must be applied; other probes may also be refused."""
     refused = row["verdict"] == "refused" and not row["probe"].startswith(probes.GIVEN)
     return refused or row["verdict"] == "applied"
 

@@ -146,7 +146,7 @@ class _Engine:
         self.own_stacks: dict[str, Stack] = {}
 
     def stacks(self) -> dict[str, Stack]:
-        """Return new stacks for the routed experts, as Engine.stacks does, for an engine that has any."""
+        """Return new stacks for the routed experts, in place of Engine.stacks."""
         arch, parallel = self.policy.arch, self.policy.parallel
         whole = self.layout.engine_expert == 1
         experts = range(arch.num_experts) if whole else huggingface.own_experts(arch, parallel)
@@ -173,7 +173,7 @@ class _Engine:
 
 
 def _push(policy: Policy, engine: Any) -> Push:
-    """Return a Push to ``engine`` as it is after an update. The slow first push of the whole model is skipped."""
+    """Return a Push to ``engine`` in its state after an update. The slow first push of the whole model is skipped."""
     with (
         mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
@@ -206,7 +206,7 @@ class _Learner(Learner):
         return result
 
     def _prepare(self, *args) -> Update:
-        """Pack real rows on the host, because packing reads values; then replace them by tensors without data."""
+        """Pack real rows on the host, because packing reads values. Replace them by device tensors without data."""
         fake = torch._guards.detect_fake_mode()
         device = self.parallel.device
         on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))

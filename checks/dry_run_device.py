@@ -179,7 +179,7 @@ ANSWER = "dry_run_answer"  # the attribute of a flag that has its made-up value
 
 
 class Answers(TorchDispatchMode):
-    """A dispatch mode that makes up values when code reads them from tensors, which have none.
+    """A dispatch mode that makes up values when code reads them from tensors without data.
 
     Floating-point numbers read as 1 and integers as 0. Flags read as false, but `all` and `equal` as true, so that all
     weights are finite. ``scored`` tokens reach the head.

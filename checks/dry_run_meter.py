@@ -149,7 +149,7 @@ def _grouped(x: Tensor, weight: Tensor, *others, **options) -> int:
 
 
 def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: int = 0, **options) -> int:
-    """Return the operations of ``products`` products as large as that of queries and keys.
+    """Return the operations of ``products`` matrix products, each as large as the product of queries and keys.
 
     A causal kernel (sparse_mode 2) computes half of each product.
     """
@@ -159,9 +159,9 @@ def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: 
 
 
 def _sequences(products: int, query: Tensor, longest: int) -> int:
-    """Return the operations of ``products`` products of every query with ``longest`` keys.
+    """Return the operations of ``products`` matrix products, each between all queries and ``longest`` keys.
 
-    Without data, the lengths of the sequences are not known, so each counts as the longest one.
+    Without data, the lengths of the sequences are not known, so each sequence counts as the longest one.
     """
     tokens, heads, d = query.shape
     return products * 2 * tokens * heads * longest * d

@@ -22,7 +22,7 @@ REPEATS = 5  # timed runs; an untimed run before them builds the communicator
 
 
 def measure(parallel: Parallel) -> list[dict]:
-    """Return a row for each kind of group and each collective. A row is about all groups of its kind.
+    """Return a row for each kind of group and each collective. A row covers all groups of its kind.
 
     Every rank calls this together, and gets the same rows.
     """

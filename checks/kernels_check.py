@@ -138,7 +138,7 @@ def cases(
     hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
 
     def own_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-        """Compute attention as model/packing.py does: by sequences on a GPU in 16 bits, otherwise with a mask."""
+        """Compute attention as model/packing.py does: per sequence on a GPU in 16 bits, otherwise with a mask."""
         if not kernels.takes_sequences(query):
             return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
         query, key, value = (x[0, :, :T].transpose(0, 1) for x in (query, key, value))
@@ -270,7 +270,7 @@ def tolerance(dtype: torch.dtype, roundings: int, terms: int) -> float:
 def relative_error(found: Tensor, true: Tensor, block: int = 1) -> float:
     """Return rms(found - true) / rms(true) of the worst block, or inf if a number is not finite.
 
-    A block consists of the ``block`` trailing axes, and of more axes until it has BLOCK numbers.
+    A block consists of the ``block`` trailing axes, or of more axes if it would have fewer than BLOCK numbers.
     """
     if not true.numel():
         return 0.0  # there are no rows

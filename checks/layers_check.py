@@ -127,8 +127,8 @@ def token_gaps(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return |trainer's - sampler's log-prob| of all tokens, a mask of the sampled tokens, and the tokens' experts.
 
-    The experts of a token are those that computed its prediction; without ``replay`` they are None. Every rank calls
-    this together, and computes every row.
+    A token is listed with the experts of the token before it, which predicted it. Without ``replay``, the experts are
+    None. Every rank calls this together, and computes every row.
 
     (S, T), (S, T), (S, T, L, K) on the host
     """

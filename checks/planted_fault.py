@@ -41,7 +41,7 @@ def inverted_weights(right: Function) -> Function:
 
 
 def reversed_clip(right: Function) -> Function:
-    """Make PPO take the smaller of its two losses, so that it clips exactly the tokens that it should not clip.
+    """Make PPO take the smaller of its two losses, so that it clips where it should not, and the reverse.
 
     The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r), which is the right loss for an
     advantage of -A. CISPO does not choose between two losses, and its loss is linear in A, so it stays right.
@@ -85,7 +85,7 @@ def altered_evaluation(right: Any) -> Any:
             return super().__call__(step, probe)
 
         def clean(self) -> None:
-            """Push with the noise of the next step. Before the first push of a step, do nothing."""
+            """Push with the noise of the next step. Before the first step, do nothing."""
             again = getattr(self, "next", None)
             if again:
                 self(*again)
@@ -126,7 +126,7 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
 
 
 def rounding_push(right: Any, changed: Function) -> Any:
-    """Return a subclass of Push, ``right``, that changes the weights which sample the completions for training.
+    """Return a subclass of Push, ``right``, that changes the engine's weights while it samples for training.
 
     The engine then gets ``changed(push, step, name, tensor)`` instead of each tensor. Evaluations and the trainer use
     the policy itself.
@@ -174,7 +174,7 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
 
 
 def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
-    """Return W + d floor(U / d + offset), which keeps whole multiples of d of the update U = ``merged`` - W.
+    """Return W + d floor(U / d + offset), which rounds the update U = ``merged`` - W to whole multiples of d.
 
     d is the distance between neighbouring numbers near W that have this many binary places. bf16 has 7 places. An
     ``offset`` of 0.5 rounds U / d to the nearest integer. An offset that is uniform in [0, 1) rounds U / d up or down

@@ -18,7 +18,7 @@ def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return, for each row, the first index at which the cumulative sum of ``probs`` exceeds ``uniform`` x its total.
+    """Return, for each row, the first index at which the cumulative sum of ``probs`` exceeds ``uniform`` * sum(probs).
 
     ``probs`` need not sum to 1, and ``uniform`` is in [0, 1). An entry of probability 0 is never chosen.
 

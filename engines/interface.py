@@ -173,9 +173,9 @@ def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
-    """Raise InputError unless the tensor is new, and a floating-point tensor with the name and shape in ``shapes``.
+    """Raise InputError unless ``shapes`` has this name with this shape, and the tensor is floating-point and new.
 
-    ``seen`` has the names of the tensors that came before.
+    ``seen`` has the names of the tensors that arrived before.
     """
     if name not in shapes:
         raise InputError(f"load_weights: {name} is not a tensor of this model")
@@ -203,7 +203,7 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
-    """Describe the fault that the first log-prob shows that is not finite; "" if all log-probs are finite.
+    """Describe the fault behind the first log-prob that is not finite; "" if all log-probs are finite.
 
     If the model overflows, a whole row is NaN. -inf means that the sampler drew a token of probability 0.
     """

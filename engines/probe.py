@@ -40,8 +40,8 @@ class Probe:
         """Return the mean gap between engine's and trainer's log-probs on answers to ``prompt``, in nats per token.
 
         The engine samples the answers. The result is the largest mean over the engines of all ranks, and equal on every
-        rank. A collective: every rank's trainer computes the answers of all engines. A wrong engine gives other answers
-        than the rest, but tensor ranks must compute the same tokens.
+        rank. A collective: every rank's trainer computes the answers of all engines. The reason is that a wrong engine
+        may give other answers than the rest, but tensor ranks must compute the same tokens.
         """
         mine = [(tuple(answer.tokens), answer.logp) for answer in self.answers(prompt, self.settings.temperature)]
         everyones = self.parallel.gather_objects(mine)

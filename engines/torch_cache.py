@@ -30,9 +30,9 @@ class Cache:
     """
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
-        """Create a cache. ``lengths`` (P,) has those of the prompts, ``longest`` is T.
+        """Create a cache.
 
-        ``samples`` is the number of rows per prompt.
+        ``lengths`` (P,) are those of the prompts, ``longest`` is T, and ``samples`` is the number of rows per prompt.
         """
         self.kv_heads, self.scale, self.longest = arch.num_kv_heads, arch.head_dim**-0.5, longest
         self.samples, self.dtype, self.device = samples, dtype, lengths.device
@@ -82,7 +82,7 @@ class PrefixCache(Cache):
         self._by_head(self.prompt_values[layer])[:, part] = value.transpose(0, 1)
 
     def attend(self, layer: int, n: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write key and value of the ``n``-th sampled token of every row, and attend to all tokens up to it.
+        """Write the key and value of the ``n``-th sampled token of every row, and attend to all tokens up to it.
 
         (R, H, D), (R, KV, D) twice -> (R, H * D)
         """

@@ -47,7 +47,7 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Return storage of ``shape``. ``pieces`` maps each Hugging Face name to the index that its tensor fills.
+        """Return storage of ``shape``. ``pieces`` maps each Hugging Face name to the index of its tensor's part.
 
         Experts' matrices are stored as (E, in, out), because a product of few rows then takes a sixth less time. The
         Hugging Face tensors are (out, in), and are copied transposed.
@@ -58,7 +58,7 @@ class Decoder:
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """Return the weights of one layer by `part`. Matrices are fused if one product can do the work of several."""
+        """Return the weights of one layer by `module.part`. Matrices are fused if one product can replace several."""
         weights = {}
         for module in modules(self.arch, self.arch.moe_layers[layer]):
             part, rows, pieces = module.part, 0, {}
@@ -94,7 +94,7 @@ class Decoder:
 
     @torch.no_grad()
     def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-        """Implement Engine.load_adapter. The factors are stored in the decoder's dtype, those of routers in fp32."""
+        """Implement Engine.load_adapter. The factors are stored in the decoder's dtype, or for routers in fp32."""
         check_finite(factors, "load_adapter")
         layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         for adapted in adapted_modules(self.arch, lora):
@@ -209,8 +209,9 @@ class Decoder:
         real token sees padding.
 
         The prompts run in parts of at most PREFILL_TOKENS tokens, but at least one prompt. In fp32, a part computes the
-        tokens with which all prompts begin only once. Everything but attention works on a line of M tokens: the whole
-        first prompt, then the other prompts without these common tokens. Attention works on whole prompts.
+        common prefix of all prompts only once. Everything but attention works on a line of M tokens: the whole first
+        prompt, then the other prompts without this prefix. Attention works on whole prompts.
+
         The line does not change the rounding of attention, nor of products of four rows or more. It changes the order
         of additions for an expert with fewer rows, and for the single output of a shared expert's gate. In bf16 the gap
         to the trainer must be exactly 0, and a product of one row can break this (docs/policy.md). So in bf16 the line

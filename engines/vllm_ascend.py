@@ -65,9 +65,9 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """Make torch.compile the original one in this block if graphs are captured, and undo this at the end.
+    """Make torch.compile the original function in this block if graphs are captured, and undo this at the end.
 
-    Raises InputError if torch.compile was replaced before this file was imported.
+    Raises InputError if graphs need the original, but it was replaced before this file was imported.
     """
     found = torch.compile
     wanted = found if enforce_eager else TORCH_COMPILE

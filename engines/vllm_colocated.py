@@ -90,11 +90,11 @@ def shards(
     only: Collection[str] | None = None,
     experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's shards of the model's tensors, under vLLM's names and with LoRA merged. Not a collective.
+    """Yield this rank's shards of the model's tensors, under vLLM's names and with LoRA merged.
 
-    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts`` choose
-    tensors as in huggingface.export. The routed experts of a layer are two tensors in the trainer's layout:
-    w13 (E, h, 2w), with gate before up, and w2 (E, w, h).
+    This is not a collective. Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only``
+    and ``experts`` choose tensors as in huggingface.export. The routed experts of a layer are two tensors in the
+    trainer's layout: w13 (E, h, 2w), with gate before up, and w2 (E, w, h).
     """
     todo = list(huggingface.slots(model, arch, parallel))
     if only is not None:

@@ -93,7 +93,7 @@ class VllmEngine(Engine):
     """The engine in vLLM. See engines.interface.Engine for its calls; all ranks of a replica make the same calls.
 
     All ranks of a torch.distributed world create their engine at the same time. A world of several ranks must have been
-    started by torchrun. `check` refuses what the constructor cannot run.
+    started by torchrun. vllm_setup.check refuses configurations that the constructor cannot run.
     """
 
     lockstep = False  # True: all replicas must enter each `sample` together

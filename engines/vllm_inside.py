@@ -149,7 +149,7 @@ class TableDraws:
         return pick(logits, self.table[rows, positions, None], 1.0)[0]
 
     def in_runner_1(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
-        """Replace TopKTopPSampler.forward of Model Runner V1. Return tokens, and log-probabilities or None."""
+        """Replace TopKTopPSampler.forward of Model Runner V1. Return tokens, and log-probabilities if needed."""
         if self.table is None:
             return self.vllms_own(logits, generators, k, p)
         batch, sampler = self.runner.input_batch, self.runner.sampler.topk_topp_sampler

@@ -211,7 +211,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Wait for the `moment` ``second``, and return the seconds from ``first`` to it."""
+    """Return the seconds between two results of `moment`. This waits until the later one is reached."""
     if isinstance(first, float):
         return second - first
     second.synchronize()
@@ -254,7 +254,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
 def group_options(device: torch.device, name: str):
     """Return options for Megatron's process group ``name``, which set the size of its HCCL buffer.
 
-    The result is None on other devices than NPUs, and for groups that HCCL_BUFFER_MIB does not have.
+    The result is None on devices other than NPUs, and for groups that HCCL_BUFFER_MIB does not have.
     """
     if device.type != "npu" or name not in HCCL_BUFFER_MIB:
         return None
@@ -268,7 +268,7 @@ def group_options(device: torch.device, name: str):
 def profiler(device: torch.device) -> Any:
     """Return a profiler of the host and of ``device``, with the methods start, stop and export_chrome_trace(path).
 
-    It is that of torch.profiler, or on an NPU that of torch_npu, which has not been run.
+    It comes from torch.profiler, or on an NPU from torch_npu, whose profiler has not been run.
     """
     if device.type == "npu":
         from torch_npu import profiler as module

@@ -55,8 +55,8 @@ def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -
     """Multiply row block e of ``x`` by the transpose of the frozen int4 matrix e.  (N, in) -> (N, out)
 
     Forward and backward dequantise at most PIECE bytes at a time: some rows or columns of all experts. If a piece had
-    all of some experts, the CPU would have to wait for the numbers of their rows. The NPU kernels that accept int4
-    codes have no backward pass for scales per group, so all devices multiply with grouped_mm.
+    whole matrices of some experts, the CPU would need the numbers of their rows, and would wait for the device. The NPU
+    kernels that accept int4 codes have no backward pass for scales per group, so all devices multiply with grouped_mm.
     """
     return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
 
@@ -226,7 +226,7 @@ def _summed(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 class Sequences(NamedTuple):
-    """S sequences, concatenated in queries and keys. A sequence has keys for all its tokens, queries for the last."""
+    """S sequences, concatenated in queries and keys. Each has keys for all its tokens, and queries for the last."""
 
     query_ends: Tensor  # (S + 1,) int32, from 0
     key_ends: Tensor  # (S + 1,) int32, from 0
@@ -245,7 +245,7 @@ def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequ
 def takes_sequences(query: Tensor) -> bool:
     """Return whether sequence_attention has a kernel for ``query``: torch's flash attention, on a GPU in 16 bits.
 
-    The head size must be a multiple of 8, and at most 256.
+    The head size must be a multiple of 8 and at most 256, and torch must be 2.11 or later.
     """
     d = query.shape[-1]
     return on_gpu(query.device) and query.dtype in HALF and d % 8 == 0 and d <= 256 and _varlen_attention() is not None

@@ -40,10 +40,10 @@ class Packed:
         return Packed(self.codes[experts], self.scales[experts])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
-        """Yield views that cover the matrices in order. A view has some rows of all experts if ``along_out``.
+        """Yield views that cover the matrices in order. A view has some rows (``along_out``) or columns of all experts.
 
-        Otherwise it has some columns of all experts. The dequantised matrices of a view take at most ``most_bytes``
-        together, but they have at least ALIGNED rows or columns.
+        The dequantised matrices of a view take at most ``most_bytes`` together. If ALIGNED rows or columns take more, a
+        view has ALIGNED of them.
         """
         experts, out, inputs = self.shape
         whole, across = (out, inputs) if along_out else (inputs, out)
@@ -63,7 +63,7 @@ class Packed:
         self.scales.copy_(other.scales)
 
     def checked(self, name: str) -> "Packed":
-        """Return itself. Raises InputError with ``name`` if a scale or a possible weight is not finite.
+        """Return self. Raises InputError with ``name`` if a scale or a possible weight is not finite.
 
         The largest possible weight is -8 times its scale, because the lowest code means -8.
         """
