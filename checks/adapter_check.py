@@ -7,7 +7,7 @@ STACK   transformers | peft | peft-merged | vllm        packages of this environ
         http://HOST:PORT        an OpenAI-compatible server: vllm serve with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
                                 with the probes in --lora-modules, or one that has /v1/load_lora_adapter
         FOLDER                  a merged model that another program, or export.py --merged, has written; contains a /
-        'FOLDER/{}'             a merged model for each probe, whose name replaces {}; other probes are left out
+        'FOLDER/{}'             a merged model per probe, whose name replaces {}; probes without a model are left out
         trainer                 this project's trainer, on all ranks, in the layout of CONFIG
 
 Each row has the verdict on one probe, and the given adapter comes first. The verdicts are: applied; ignored (the
@@ -115,7 +115,7 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
         max_lora_rank=min((rank for rank in RANKS if rank >= largest_rank), default=RANKS[-1]),
         max_model_len=2 * probes.TOKENS,
         kv_cache_memory_bytes=CACHE,
-        gpu_memory_utilization=0.01,  # the share of memory that vLLM needs free; the size of the cache is given
+        gpu_memory_utilization=0.01,  # vLLM requires this share of memory to be free; the cache size is given
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,

@@ -173,7 +173,7 @@ class _Engine:
 
 
 def _push(policy: Policy, engine: Any) -> Push:
-    """Return a Push to ``engine`` in its state after an update. The slow first push of the whole model is skipped."""
+    """Return a Push to ``engine`` whose next push is like one after an update. Its slow first push is skipped."""
     with (
         mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),

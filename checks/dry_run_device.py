@@ -1,8 +1,8 @@
-"""A simulated device for the dry run, whose tensors have shapes but no storage, and everything that the trainer calls.
+"""A simulated device for the dry run. Its tensors have shapes but no storage.
 
-It replaces an NPU or a GPU. The simulated operators of torch_npu return tensors of the right shapes. They keep the same
-tensors for the backward pass as the real ones, because these decide the memory. tests/rooms/checks/test_dry_run.py
-compares the bytes of whole steps with those of the real package.
+It replaces an NPU or a GPU, with everything that the trainer calls on one. The simulated operators of torch_npu return
+tensors of the right shapes. They keep the same tensors for the backward pass as the real ones, because these decide the
+memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those of the real package.
 For a GPU the tensors have another device type, because torch without CUDA has no backward pass for tensors of type
 cuda. Their operators are torch's own. Collectives do nothing, and values on which the code branches are made up.
 Megatron's dispatcher gets token counts from a plan instead of from a router.

@@ -5,7 +5,7 @@
 It also times the operators. The sizes are those that a rank has in a full micro-batch, with CONFIG's model and layout.
 Each rank checks its device; the formula runs on the CPU. All inputs are numbers that bf16 can represent, so both dtypes
 have the same exact answer. The error of an answer is rms(found - exact) / rms(exact) of the worst row. For attention it
-is the error of the worst head; short rows are joined until they have enough numbers. Its tolerance is
+is the error of the worst head; short rows are joined until they have enough numbers. The tolerance is
 
     roundings x u(dtype) + (sqrt(n) + INSIDE) x u(fp32)
 
@@ -39,7 +39,7 @@ from parallel_setup import Parallel
 from plan import grid, memory
 
 INSIDE = 8  # fp32 roundings in a fused operator outside of its sum: squares and means; an exp or rsqrt counts as two
-BLOCK = 64  # so many numbers are compared together, or more: a few could all be small by chance, with a large error
+BLOCK = 64  # at least this many numbers are compared together: a few could all be small by chance, with a large error
 FP32 = ("probs", "factors")  # inputs that stay in fp32, whatever the dtype of the others
 REPEATS = 3  # timed runs, after the run that is compared
 

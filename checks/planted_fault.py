@@ -1,4 +1,4 @@
-"""Runs a training with a fault planted on purpose, to test whether the benchmark of methods finds the fault.
+"""Runs the training with a fault planted on purpose, to test whether the benchmark of methods finds the fault.
 
     torchrun --nproc_per_node=1 checks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
@@ -148,7 +148,7 @@ def rounding_push(right: Any, changed: Function) -> Any:
             return {}
 
         def tensors(self, only: set[str] | None = None) -> Any:
-            """Yield the tensors of a push. All matrices are added to ``only``, to undo the rounding of each matrix."""
+            """Yield the tensors of a push. All matrices are added to ``only``, so that their rounding is undone."""
             return super().tensors(None if only is None else only | self.matrices)
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
@@ -263,9 +263,9 @@ def coarse_passes(right: Function, places: str) -> Function:
 
 
 def flips(right: Function) -> Function:
-    """In training, let the sampler replace the last expert of each sampled token by the next best, in every layer.
+    """In training, replace the lowest-ranked expert of each sampled token by the next best one in the sampler.
 
-    The weights of the experts are as if the replaced expert did not exist. Prompt tokens keep their experts.
+    This is done in every layer. The weights of the experts are as if the replaced expert did not exist. Prompt tokens keep their experts.
     """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Does the sampler draw tokens with the probabilities that it reports? A part of preflight.py --layers.
+"""Does the sampler draw tokens with the probabilities that it reports? This is a part of preflight.py --layers.
 
 The log-probs of the drawn tokens do not show how the tokens were drawn: they are right even if the random generator is
 broken. Therefore these statistics of the draws are checked. A correct run fails with a probability below 1e-6.

@@ -171,7 +171,7 @@ class TableDraws:
         if self.table is None:
             return self.vllms_own(logits, mapping, mapping_np, pos, k, p, *more)
         slots = mapping.long()
-        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos: the last input token's
+        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos is that of the last input
         return self._draw(logits, self.runner.sampler.sampling_states.seeds.gpu[slots], generated), logits
 
 

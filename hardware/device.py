@@ -1,6 +1,6 @@
 """Chooses and starts the device that the code runs on, and corrects Megatron for it. kernels.py has the operations.
 
-It has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
+The code has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
 (tests/support/fake_npu.py). parallel_setup.open_world calls the start-up in this order, which matters: set_environment
 -> resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
@@ -211,7 +211,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Return the seconds between two results of `moment`. This waits until the later one is reached."""
+    """Return the seconds between two results of `moment`, after waiting for the later one."""
     if isinstance(first, float):
         return second - first
     second.synchronize()

@@ -226,7 +226,7 @@ def _summed(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 class Sequences(NamedTuple):
-    """S sequences, concatenated in queries and keys. Each has keys for all its tokens, and queries for the last."""
+    """S sequences, concatenated. Each one has keys for all of its tokens, and queries only for its last tokens."""
 
     query_ends: Tensor  # (S + 1,) int32, from 0
     key_ends: Tensor  # (S + 1,) int32, from 0
@@ -397,7 +397,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     """Compute swiglu(gate_up) times the probability of each row.  (N, 2 w), (N,) -> (N, w)"""
-    if gate_up.device.type == "npu":  # npu_swiglu has its own backward
+    if gate_up.device.type == "npu":  # npu_swiglu has its own backward pass
         return swiglu(gate_up) * probs.unsqueeze(-1).to(gate_up.dtype)
     return _WeightedSwiglu.apply(gate_up, probs)
 
