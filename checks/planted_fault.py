@@ -265,7 +265,8 @@ def coarse_passes(right: Function, places: str) -> Function:
 def flips(right: Function) -> Function:
     """In training, replace the lowest-ranked expert of each sampled token by the next best one in the sampler.
 
-    This is done in every layer. The weights of the experts are as if the replaced expert did not exist. Prompt tokens keep their experts.
+    This is done in every layer. The weights of the experts are as if the replaced expert did not exist. Prompt tokens
+    keep their experts.
     """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:
