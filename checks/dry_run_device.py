@@ -1,11 +1,11 @@
-"""A device without storage for the dry run: tensors that are only a shape, and everything else that the trainer calls.
+"""A simulated device for the dry run. Its tensors have shapes but no storage.
 
-It replaces an NPU or a GPU. The operators of torch_npu are reduced to shapes and to what autograd keeps for their
-backward pass, which decides the memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those
-of the real package.
-A GPU has another type here, because torch without CUDA has no backward pass for tensors of type cuda. The shapes of its
-operators are torch's. Collectives do nothing, values that decide what happens next are made up, and Megatron's
-dispatcher gets token counts from a plan instead of from a router.
+It replaces an NPU or a GPU, with everything that the trainer calls on one. The simulated operators of torch_npu return
+tensors of the right shapes. They keep the same tensors for the backward pass as the real ones, because these decide the
+memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those of the real package.
+For a GPU the tensors have another device type, because torch without CUDA has no backward pass for tensors of type
+cuda. Their operators are torch's own. Collectives do nothing, and values on which the code branches are made up.
+Megatron's dispatcher gets token counts from a plan instead of from a router.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from hardware import device as devices
 from knobs import ParallelConfig
 
 aten = torch.ops.aten
-STATISTICS = 8  # fp32 numbers that npu_fusion_attention keeps for each query of a head, twice
-# kind of device -> the type of the tensors that replace its own. torch reserves the name cuda.
+STATISTICS = 8  # fp32 numbers for each query of a head, in each of two tensors that npu_fusion_attention keeps
+# kind of device -> the device type of the tensors that replace its tensors. torch reserves the name cuda.
 STAND_IN = {"cpu": "cpu", "npu": "npu", "cuda": "cuda_stand_in"}
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -51,7 +51,8 @@ def _attention(query, key, value, heads, layout, mask, **options):
     return torch.empty_like(query), *statistics
 
 
-# the arguments that hardware/kernels.py uses, named and ordered as in torch_npu -> tensors like the results
+# operator with the arguments that hardware/kernels.py uses, named and ordered as in torch_npu -> a function that
+# returns tensors with the shapes of the results
 OPERATORS: dict[str, Callable] = {
     "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor group_list, int split_item, int group_type, "
     "int group_list_type) -> Tensor[]": _grouped_matmul,
@@ -102,7 +103,8 @@ def _attention_backward(ctx, dy, *unused):
     return *grads, None, None, None  # the number of heads, the layout, the mask
 
 
-# operator -> what it keeps for its backward pass, and the gradients of its positional arguments
+# operator -> a function that saves tensors for the backward pass, and a function that returns the gradients of the
+# positional arguments
 GRADIENTS: dict[str, tuple[Callable, Callable]] = {
     "npu_rms_norm": (_rms_norm_keeps, _rms_norm_backward),
     "npu_fusion_attention": (_attention_keeps, _attention_backward),
@@ -115,9 +117,9 @@ GRADIENTS: dict[str, tuple[Callable, Callable]] = {
 
 
 def open_device(kind: str) -> None:
-    """Give this process the device type that replaces ``kind``. This cannot be undone.
+    """Register, in this process, the device type that replaces ``kind``. This cannot be undone.
 
-    For an NPU the process also gets a torch_npu with the operators of hardware/kernels.py.
+    For an NPU, also create a fake torch_npu, which has the operators that hardware/kernels.py uses.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -127,7 +129,7 @@ def open_device(kind: str) -> None:
         return
     library = torch.library.Library("npu", "DEF")
     package = types.ModuleType("torch_npu")
-    vars(package)["library"] = library  # torch forgets the operators of a library that is collected
+    vars(package)["library"] = library  # if this object were deleted, torch would forget its operators
     for schema, results in OPERATORS.items():
         name = library.define(schema)
         library.impl(name, results, "Meta")
@@ -142,7 +144,7 @@ def open_device(kind: str) -> None:
 
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) -> Iterator[parallel_setup.Parallel]:
-    """Make this process one rank of a world that does not exist in this block. Collectives do nothing."""
+    """Make this process rank ``rank`` of a simulated world in this block. Its collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -160,7 +162,7 @@ def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) 
 
 
 def _stand_for_cuda(device: torch.device) -> None:
-    """Replace Megatron's calls of torch.cuda, which on an NPU torch_npu or MindSpeed would redirect."""
+    """Redirect Megatron's calls of torch.cuda to ``device``. On a real NPU, torch_npu or MindSpeed does this."""
     devices.redirect_cuda()
     vars(torch.cuda)["current_device"] = lambda: device
     devices.import_megatron(device)
@@ -170,16 +172,17 @@ def _stand_for_cuda(device: torch.device) -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
 
 
-# ------------------------------------------------------------------------------------------------ what needs data
+# ------------------------------------------------------------------------------------------------ made-up values
 
 
-ANSWER = "dry_run_answer"  # attribute of a flag: its made-up value
+ANSWER = "dry_run_answer"  # the attribute of a flag that has its made-up value
 
 
 class Answers(TorchDispatchMode):
-    """Answers questions about values, for tensors that have none.
+    """A dispatch mode that makes up values when code reads them from tensors without data.
 
-    Numbers are 1 or 0, no flag is set, all weights are finite, and ``scored`` tokens reach the head.
+    Floating-point numbers read as 1 and integers as 0. Flags read as false, but `all` and `equal` as true, so that all
+    weights are finite. ``scored`` tokens reach the head.
     """
 
     def __init__(self, scored: int) -> None:
@@ -194,7 +197,7 @@ class Answers(TorchDispatchMode):
             return True
         if operator is aten.nonzero:  # in token_logprobs: where the mask is 1
             return args[0].new_empty((self.scored, args[0].dim()), dtype=torch.int64)
-        if operator is aten._grouped_mm and args[0].dtype == torch.float32:  # works, but not without data
+        if operator is aten._grouped_mm and args[0].dtype == torch.float32:  # torch's version needs data
             x, weight, ends = args[:3]
             experts = [len(ends)] if weight.dim() == 2 else []
             return x.new_empty((*experts, x.shape[0], weight.shape[-1]))
@@ -205,7 +208,7 @@ class Answers(TorchDispatchMode):
 
 
 def _value(tensor: Tensor) -> bool | float:
-    """Return the made-up value of a tensor with one number."""
+    """Return the value of a tensor with one element. It is made up, unless the tensor is a known constant."""
     if hasattr(tensor, ANSWER):
         return getattr(tensor, ANSWER)
     constant = getattr(tensor, "constant", None)  # exists for torch.tensor(number)
@@ -215,13 +218,16 @@ def _value(tensor: Tensor) -> bool | float:
 
 
 def routed(imbalance: float) -> contextlib.AbstractContextManager:
-    """Return a context in which this rank's experts get ``imbalance`` x the mean rows from Megatron's dispatcher."""
+    """Return a context in which Megatron's dispatcher sends this rank ``imbalance`` times the mean number of rows.
+
+    Without expert parallelism there is no imbalance.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     preprocess = Dispatcher.preprocess
 
     def planned(self, routing_map: Tensor) -> Tensor:
-        """Call Megatron's method, then set counts as arrays of numpy, which Megatron reads like tensors on the host."""
+        """Call Megatron's method, then set planned counts as numpy arrays, which Megatron reads like host tensors."""
         counts = preprocess(self, routing_map)
         ranks, parts, local = self.ep_size, self.tp_size, self.num_local_experts
         sent = _even(routing_map.shape[0] * self.config.moe_router_topk, ranks)
@@ -233,7 +239,7 @@ def routed(imbalance: float) -> contextlib.AbstractContextManager:
             index = np.arange(self.num_experts * parts)
             self.sort_input_by_local_experts = index.reshape(-1, local).T.ravel()
             self.restore_output_by_local_experts = index.reshape(local, -1).T.ravel()
-        if counts.device.type == "cpu":  # for some widths kernels.grouped_mm splits the rows by the numbers themselves
+        if counts.device.type == "cpu":  # for some widths, kernels.grouped_mm reads the values of the counts
             by_expert = np.array([_even(rows, local) for rows in got]).sum(0) * parts
             with unset_fake_temporarily():
                 return torch.from_numpy(by_expert)
@@ -248,7 +254,7 @@ def _even(total: int, shares: int) -> list[int]:
 
 
 def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Replace each parameter on the host by one on ``device``, as torch's Module.to, for a model without data."""
+    """Move a model without data to ``device``, as Module.to does. Each parameter on the host is replaced."""
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is not None and old.device.type != device.type:
@@ -260,5 +266,5 @@ def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def tensors_of(arch: Architecture) -> dict[str, Tensor]:
-    """Return what huggingface.read_model returns, without data: every tensor of the model in bf16 on the host."""
+    """Return every tensor of the model in bf16 on the host, without data. This replaces huggingface.read_model."""
     return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(arch).items()}

@@ -1,4 +1,4 @@
-"""Counts at torch's dispatcher in each phase: bytes that are alive, operations, launches, collectives."""
+"""Counts the allocated bytes, operations, launches and collectives of each phase, at torch's dispatcher."""
 
 import contextlib
 import weakref
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
-# Calls that return a tensor of the device, or a value of one, but start no kernel. (torch itself marks views.)
+# Operators that return a tensor on the device, or a value from one, and start no kernel. torch itself marks views.
 NO_LAUNCH = (
     aten.empty,
     aten.empty_like,
@@ -31,9 +31,9 @@ NO_LAUNCH = (
 
 @dataclass
 class Phase:
-    """The counts of a phase, over all its parts."""
+    """The counts of a phase, over all the times that the phase is entered."""
 
-    peak: int = 0  # bytes that are alive at its fullest moment
+    peak: int = 0  # the most bytes that are allocated at one moment
     flops: int = 0  # floating-point operations
     launches: int = 0  # calls that start work on the device
     collectives: Counter = field(default_factory=Counter)  # (operator, group) -> calls
@@ -41,7 +41,7 @@ class Phase:
 
 
 class Meter(TorchDispatchMode):
-    """Counts inside a with block. ``device`` is the type whose memory is counted."""
+    """A dispatch mode that counts in a with block. ``device`` is the device type whose memory is counted."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -50,18 +50,18 @@ class Meter(TorchDispatchMode):
         self.ending = ""  # appended to the names of the phases that are entered from now on
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.current = Phase()  # outside of all phases
-        self.sizes: dict[int, int] = {}  # bytes of each storage that is alive
+        self.sizes: dict[int, int] = {}  # bytes of each allocated storage
         self.now = 0  # sum of the sizes
 
     # -------------------------------------------------------------------------------------------- phases
 
     def enter(self, name: str) -> None:
-        """Count everything from now on for the phase ``name``."""
+        """Count all operations from now on for the phase ``name``."""
         self._go_on_with(self.phases[name + self.ending])
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count for the phase ``name`` in this block."""
+        """Count all operations in this block for the phase ``name``."""
         before = self.current
         self.enter(name)
         yield
@@ -74,12 +74,12 @@ class Meter(TorchDispatchMode):
     # -------------------------------------------------------------------------------------------- memory
 
     def size_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of the memory of ``tensors``, each storage once."""
+        """Return the bytes of memory that ``tensors`` use. A storage that several of them share counts once."""
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(self.sizes.get(storage, 0) for storage in storages)
 
     def forget(self, tensor: Tensor) -> None:
-        """Do not count the memory of ``tensor``."""
+        """Stop counting the memory of ``tensor``."""
         key = tensor.untyped_storage()._cdata
         self.now -= self.sizes[key]
         self.sizes[key] = 0
@@ -141,24 +141,33 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def _grouped(x: Tensor, weight: Tensor, *others, **options) -> int:
-    """Return the operations of a grouped product: (N, k) (E, k, o), or for a weight's gradient (k, N) (N, o)."""
+    """Return the operations of a grouped product.
+
+    The shapes are (N, k) and (E, k, o), or (k, N) and (N, o) for the gradient of a weight.
+    """
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
 def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: int = 0, **options) -> int:
-    """Return the operations of ``products`` products q k; a causal kernel (sparse_mode 2) computes half of each."""
+    """Return the operations of ``products`` matrix products, each as large as the product of queries and keys.
+
+    A causal kernel (sparse_mode 2) computes half of each product.
+    """
     b, heads, queries, d = query.shape
     whole = products * 2 * b * heads * queries * key.shape[2] * d
     return whole // 2 if sparse_mode == 2 else whole
 
 
 def _sequences(products: int, query: Tensor, longest: int) -> int:
-    """Return the operations of attention over all keys of the longest sequence; without data no lengths are known."""
+    """Return the operations of ``products`` matrix products, each between all queries and ``longest`` keys.
+
+    Without data, the lengths of the sequences are not known, so each sequence counts as the longest one.
+    """
     tokens, heads, d = query.shape
     return products * 2 * tokens * heads * longest * d
 
 
-# Operators for which torch has no formula, or one that needs data.
+# The formulas of operators for which torch has none, or has one that needs data.
 FLOPS: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped,
     "npu_grouped_matmul": lambda x, weight, **options: _grouped(x[0], weight[0]),

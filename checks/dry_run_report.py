@@ -1,4 +1,4 @@
-"""Compares a dry run with the plan: which figures agree, and the text that is printed."""
+"""Compares the figures of a dry run with those of the plan, and returns the result as text or JSON."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from knobs import Config, Merging
 from plan import memory, roofline
 from plan.grid import RankGrid
 
-WITHIN = 0.1  # largest relative difference of a figure that counts as confirmed
+WITHIN = 0.1  # the largest relative difference at which a figure is confirmed
 UNITS = {"GiB": 2**30, "TFLOP": 1e12, "MiB sent": 2**20}
 SLACK = {"GiB": 8 * 2**20, "TFLOP": 0, "MiB sent": 2**10}  # smaller differences, in bytes and operations, do not count
-# ending of a phase's name -> rows of this rank's experts / the mean
+# ending of a phase's name -> the number of rows that this rank's experts get, divided by the mean
 IMBALANCES = {"": 1.0, f" at {memory.IMBALANCE:g}": memory.IMBALANCE}
 MEMORY = {  # phase of the plan -> phases of a dry run; the fullest of these is compared with it
     "load": ("load",),
@@ -48,18 +48,18 @@ class DryRun:
     arch: Architecture
     layout: RankGrid
     kind: str  # cpu | cuda | npu
-    rows: int  # in the micro-batch on this rank
-    length: int  # tokens of a row
+    rows: int  # number of rows in the micro-batch on this rank
+    length: int  # number of tokens per row
     phases: dict[str, Phase] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # bytes during an update, by the kinds of EXACT
-    left: int = 0  # bytes that are alive after the updates and were not before them
+    left: int = 0  # bytes that the last update leaves allocated
 
 
 class Compared(NamedTuple):
-    """A figure of the plan and of the dry run, in bytes or operations."""
+    """A figure as planned and as found by the dry run, in bytes or operations."""
 
     what: str
-    unit: str  # of UNITS
+    unit: str  # a key of UNITS
     planned: float
     found: float
     agrees: bool
@@ -69,7 +69,7 @@ class Compared(NamedTuple):
 
 
 def compare(done: DryRun) -> list[Compared]:
-    """Return every figure that both the plan and the dry run have."""
+    """Compare every figure that both the plan and the dry run have."""
     rows = []
     for ending, imbalance in IMBALANCES.items():
         rows += _memory(done, ending, imbalance)
@@ -77,7 +77,7 @@ def compare(done: DryRun) -> list[Compared]:
 
 
 def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
-    """Compare the bytes of each phase whose name has this ending."""
+    """Compare the peak bytes of each phase whose name has this ``ending``, which ran with this ``imbalance``."""
     plan = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, imbalance)
     elsewhere = sum(plan.parts[name] for name in NOT_RUN)
     rows = []
@@ -96,7 +96,7 @@ def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
 
 
 def _exact(done: DryRun) -> list[Compared]:
-    """Compare the bytes that must be equal, and the bytes that an update leaves behind."""
+    """Compare the bytes that must equal the plan exactly, and the bytes that an update leaves allocated."""
     parts = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, 1).parts
     allowed = max(0.02 * parts["activations"], SLACK["GiB"])
     rows = [Compared("alive after it", "GiB", 0, done.left, done.left <= allowed)]
@@ -112,7 +112,7 @@ def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
 
 
 def _operations(done: DryRun) -> list[Compared]:
-    """Compare the operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
+    """Compare the operations of one micro-batch on one rank. All its rows answer the same prompt, of one token."""
     number = done.rows * done.layout.data
     rows = roofline.equal_rows(number, 1, done.length - 1, group=number)
     cfg = done.cfg
@@ -129,7 +129,7 @@ def _operations(done: DryRun) -> list[Compared]:
 
 
 def _traffic(done: DryRun) -> list[Compared]:
-    """Compare the bytes that a rank sends over each kind of group; over some groups it should send none."""
+    """Compare the bytes that a rank sends over each kind of group. Over some groups it should send none."""
     cfg, layout = done.cfg, done.layout
     tokens, element = done.rows * done.length * layout.data, memory.ELEMENT_BYTES[cfg.model.dtype]
     again = int(cfg.model.recompute)
@@ -153,11 +153,11 @@ def _sent(done: DryRun, phase: str, groups: Iterable[str]) -> int:
     return sum(sent for (_, group), sent in done.phases[phase].sent.items() if group in groups)
 
 
-# ------------------------------------------------------------------------------------------------ what is printed
+# ------------------------------------------------------------------------------------------------ output
 
 
 def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
-    """Return the figures in bytes and operations."""
+    """Return the figures for --json, in bytes and operations."""
     phases: dict[str, dict] = {}
     launches: dict[str, int] = {}
     for name, phase in done.phases.items():
@@ -178,7 +178,7 @@ def as_json(done: DryRun, rows: list[Compared]) -> dict[str, Any]:
 
 
 def as_text(done: DryRun, rows: list[Compared]) -> str:
-    """Return the figures for a reader."""
+    """Return the figures as tables of text."""
     lines = [
         f"a micro-batch of {done.rows * done.length:,} tokens; nothing was computed; device {_device(done)}",
         "",

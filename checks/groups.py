@@ -17,12 +17,15 @@ from hardware import device as devices
 from knobs import Config, ParallelConfig
 from parallel_setup import Parallel
 
-ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 of each rank: 64 KiB, or 64 MiB, the size of activations
+ELEMENTS = {"cpu": 2**14, "cuda": 2**24, "npu": 2**24}  # fp32 numbers per rank: 64 KiB, or 64 MiB, as for activations
 REPEATS = 5  # timed runs; an untimed run before them builds the communicator
 
 
 def measure(parallel: Parallel) -> list[dict]:
-    """Return a row for each kind of group and collective, over all groups of the kind, equal on every rank."""
+    """Return a row for each kind of group and each collective. A row covers all groups of its kind.
+
+    Every rank calls this together, and gets the same rows.
+    """
     todo = [(name, group, parallel.device) for name, group in parallel.groups().items()]
     todo.append(("world", dist.group.WORLD, torch.device("cpu")))
     mine = [row for one in todo for row in _measure_group(*one)]
@@ -30,7 +33,10 @@ def measure(parallel: Parallel) -> list[dict]:
 
 
 def _of_all_ranks(rows: tuple[dict, ...]) -> dict:
-    """Return the row of a collective, with the time of the slowest rank. ``answer``: right, or what was wrong."""
+    """Combine all ranks' rows for a collective. The time is that of the slowest rank.
+
+    ``answer`` is "right", or names the wrong groups and the first error.
+    """
     members = {str(row["members"]): row["members"] for row in rows}
     wrong = {str(row["members"]): row["wrong"] for row in rows if row["wrong"]}
     return {
@@ -51,13 +57,13 @@ def as_text(rows: list[dict]) -> str:
 
 
 def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
-    """Return a row for each collective over one group, on this rank.
+    """Run each collective over one group, and return this rank's rows.
 
-    ``wrong`` says what was found and expected; it is empty if the answer is right.
+    ``wrong`` shows the found and the expected value; it is empty if the answer is right.
     """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     size, count = len(ranks), ELEMENTS[device.type]
-    # The value of a rank is its number in the world + 1, so a wrong sum, order or neighbour shows.
+    # The value of a rank is its number in the world + 1, which shows a wrong sum, order or neighbour.
     value = torch.full((count,), ranks[me] + 1.0, device=device)
     gathered = value.new_empty(size * count)
     # Rank i of the group sends i + 1 + 2 j rows to rank j: all-to-all is the one collective with unequal shares.
@@ -102,7 +108,7 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """Return the first element that is wrong, or "" if none is."""
+    """Describe the first wrong element; "" if there is none."""
     places = (found != expected).flatten().nonzero()
     if not len(places):
         return ""
@@ -111,7 +117,7 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 
 def refuse(parallel: ParallelConfig, ranks: int) -> None:
-    """Raise InputError for sizes that do not divide the number of ranks. The model's sizes do not matter here."""
+    """Raise InputError if a size in ``parallel`` does not divide the number of ranks. The model is not checked."""
     for key, size in {"tensor": parallel.tensor, "expert": parallel.expert}.items():
         if ranks % size:
             raise InputError(f"parallel.{key}: {size} does not divide the {ranks} started ranks; choose a divisor")

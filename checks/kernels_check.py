@@ -2,19 +2,19 @@
 
     torchrun --nproc_per_node=N preflight.py --operators CONFIG [section.key=value ...] [--json FILE]
 
-It also times them. The sizes are those of a rank of CONFIG's model and layout in a full micro-batch. Each rank checks
-its device; the formula runs on the CPU. All inputs are numbers that bf16 can represent, so both dtypes have the same
-exact answer. The error of an answer is rms(found - exact) / rms(exact) of the worst row. For attention it is that of
-the worst head; for short rows, that of several rows together. Its tolerance is
+It also times the operators. The sizes are those that a rank has in a full micro-batch, with CONFIG's model and layout.
+Each rank checks its device; the formula runs on the CPU. All inputs are numbers that bf16 can represent, so both dtypes
+have the same exact answer. The error of an answer is rms(found - exact) / rms(exact) of the worst row. For attention it
+is the error of the worst head; short rows are joined until they have enough numbers. The tolerance is
 
     roundings x u(dtype) + (sqrt(n) + INSIDE) x u(fp32)
 
-u is half of the dtype's epsilon. ``roundings`` counts the roundings to the dtype on the longest way to the answer. n is
-the number of terms of the longest sum, which is computed in fp32. This holds for independent random numbers: their sums
-and the rounding errors of these sums both grow with sqrt(n).
-At the sizes of Qwen3-30B-A3B the exact answers take one core a minute, and 3 GiB of main memory for each rank.
-E is the number of local experts, N of the rows of all of them, T of tokens per row, and R the LoRA rank. h is the
-hidden size, w the expert width, and d the head size.
+u is half of the dtype's epsilon. ``roundings`` counts the roundings to the dtype on the longest path to the answer, and
+INSIDE the other roundings to fp32. n is the number of terms of the longest sum, which is computed in fp32. The formula
+holds for independent random numbers: their sums and the rounding errors of these sums both grow with sqrt(n).
+With Qwen3-30B-A3B, a rank needs 3 GiB of main memory and one core for a minute to compute the exact answers.
+E is the number of local experts, N of their rows together, T of tokens per row, and R the LoRA rank. h is the hidden
+size, w the expert width, and d the head size.
 """
 
 import math
@@ -38,8 +38,8 @@ from model import packing
 from parallel_setup import Parallel
 from plan import grid, memory
 
-INSIDE = 8  # fp32 roundings in a fused operator in addition to its sum: squares, means; an exp or rsqrt counts as two
-BLOCK = 64  # least numbers compared together: if all of a few are small by chance, their relative error is large
+INSIDE = 8  # fp32 roundings in a fused operator outside of its sum: squares and means; an exp or rsqrt counts as two
+BLOCK = 64  # at least this many numbers are compared together: a few could all be small by chance, with a large error
 FP32 = ("probs", "factors")  # inputs that stay in fp32, whatever the dtype of the others
 REPEATS = 3  # timed runs, after the run that is compared
 
@@ -101,10 +101,11 @@ def cases(
     quantised: bool,
     seed: int,
 ) -> list[Case]:
-    """Return the operators of a micro-batch of one rank. ``seed`` decides the numbers, not the sizes.
+    """Return a case for each operator that a rank uses in a micro-batch.
 
-    ``tokens`` is the size of the micro-batch, ``row_tokens`` that of the longest row, and ``lora_rank`` the rank of
-    routed experts.
+    ``tokens`` is the number of tokens in the micro-batch, ``row_tokens`` that in the longest row, and ``lora_rank`` the
+    LoRA rank for routed experts. If ``quantised``, the frozen experts are int4. ``seed`` decides the values of the
+    inputs, not their sizes.
     """
     generator = torch.Generator().manual_seed(seed)
     h, d = arch.hidden_size, arch.head_dim
@@ -137,14 +138,14 @@ def cases(
     hidden = torch.arange(keys) > T // 4 + torch.arange(own)[:, None]  # (own, keys)
 
     def own_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-        """Compute attention as model/packing.py does: by sequences on a GPU in 16 bits, otherwise with a mask."""
+        """Compute attention as model/packing.py does: per sequence on a GPU in 16 bits, otherwise with a mask."""
         if not kernels.takes_sequences(query):
             return kernels.masked_attention(query, key, value, kernels.attention_mask(hidden), scale=d**-0.5)
         query, key, value = (x[0, :, :T].transpose(0, 1) for x in (query, key, value))
         sequences = kernels.sequences([own], [T], query.device)
         return kernels.sequence_attention(query, key, value, sequences, scale=d**-0.5).transpose(0, 1)[None]
 
-    dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # the layers or shared experts that use plain swiglu
+    dense = arch.shared_expert_ffn_size or arch.dense_ffn_size  # width of the MLPs with plain swiglu
     gate_up = {"gate_up": normal(tokens, 2 * max(1, dense // layout.tensor))}
     # The operators are looked up in hardware/kernels.py when they are called, so that a test can replace them.
     dense_cases = [
@@ -170,7 +171,7 @@ def cases(
 
     w, E = arch.expert_ffn_size, arch.num_experts // layout.expert
     N, R = own_tokens * arch.experts_per_token, lora_rank
-    # If there are several experts, the first one gets no row, which can happen with routing.
+    # If there are several experts, the first one gets no row, as can happen in training.
     rows_of = [N * 2 * e // (E * (E - 1)) for e in range(E - 1)] if E > 1 else []
     rows_of.append(N - sum(rows_of))
     counts = torch.tensor(rows_of)
@@ -182,7 +183,7 @@ def cases(
                     (in_size, longest))  # fmt: skip
 
     def experts(name: str, in_size: int, out_size: int) -> Case:
-        """Return the case of the product with the frozen experts."""
+        """Return the case for the product with the frozen experts."""
         if not quantised:
             return grouped(name, in_size, out_size, ("x",))
         packed = quantisation.empty((E, out_size, in_size), torch.bfloat16)
@@ -225,7 +226,10 @@ def cases(
 
 
 def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
-    """Return a row for ``case`` on ``device`` in each dtype. ``milliseconds`` counts forward and backward."""
+    """Run ``case`` on ``device`` in each dtype, and return a row for each.
+
+    ``milliseconds`` is the time of the forward and the backward pass together.
+    """
     exact = _inputs(case, torch.device("cpu"), torch.float64)
     answer = case.formula(*exact.values())
     grad = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -258,7 +262,7 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
 
 
 def tolerance(dtype: torch.dtype, roundings: int, terms: int) -> float:
-    """Return the largest error that rounding can explain. The docstring of this file derives it."""
+    """Return the largest error that rounding can explain. The docstring of this file explains the formula."""
     u, u_fp32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
     return roundings * u + (math.sqrt(terms) + INSIDE) * u_fp32
 
@@ -266,7 +270,7 @@ def tolerance(dtype: torch.dtype, roundings: int, terms: int) -> float:
 def relative_error(found: Tensor, true: Tensor, block: int = 1) -> float:
     """Return rms(found - true) / rms(true) of the worst block, or inf if a number is not finite.
 
-    A block consists of the ``block`` trailing axes, and of more axes until it has BLOCK numbers.
+    A block consists of the ``block`` trailing axes, or of more axes if it would have fewer than BLOCK numbers.
     """
     if not true.numel():
         return 0.0  # there are no rows
@@ -290,7 +294,7 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, T
 
 
 def summary(results: list[dict]) -> list[dict]:
-    """Return a row for each operator and dtype: the worst of the rows of all ranks."""
+    """Return one row for each operator and dtype, with the worst values of all ranks."""
     by_case: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for row in results:
         by_case[row["operator"], row["dtype"]].append(row)
@@ -308,7 +312,7 @@ def worst(rows: list[dict]) -> dict:
 
 
 def as_text(table: list[dict]) -> str:
-    """Return the table for a reader, with each error next to its tolerance."""
+    """Return the table as text, with each error next to its tolerance."""
     lines = [f"{'operator':<27} {'dtype':<5} {'forward':>8} {'at most':>8} {'backward':>8} {'at most':>8} {'ms':>9}"]
     for row in table:
         numbers = [f"{row[p]:>8.1e}" for p in ("forward", "forward_tolerance", "backward", "backward_tolerance")]
@@ -321,7 +325,7 @@ def as_text(table: list[dict]) -> str:
 
 
 def cases_of(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Case]:
-    """Return the operators that each of ``ranks`` ranks checks for ``cfg``."""
+    """Return the cases that each of ``ranks`` ranks checks for ``cfg``."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     return cases(
         arch,
@@ -335,7 +339,7 @@ def cases_of(cfg: Config, arch: Architecture, ranks: int, seed: int) -> list[Cas
 
 
 def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
-    """Check the operators on every rank."""
+    """Check the operators on every rank, and return the combined answer."""
     arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
     todo = cases_of(cfg, arch, parallel.world_size, derive_seed(cfg.train.seed, "operators", parallel.rank))
     mine = [result for case in todo for result in check_operator(case, parallel.device, parallel.rank)]
@@ -344,7 +348,7 @@ def answer(cfg: Config, parallel: Parallel) -> launched.Answer:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Exit code 0: every operator is right. 1: one is wrong; see the table. 2: unusable input."""
+    """Run the command. Exit code 0: all operators are right. 1: one is wrong; see the table. 2: unusable input."""
     return launched.ask(
         launched.command_line("--operators", __doc__).parse_intermixed_args(arguments),
         lambda cfg, ranks: refuse_first(

@@ -1,4 +1,4 @@
-"""A check that all ranks make together: its command line, groups, report and exit code.
+"""Runs a check that all ranks make together: its command line, process groups, report and exit code.
 
 checks/groups.py, checks/kernels_check.py and checks/layers_check.py each contain one such check.
 """
@@ -16,15 +16,15 @@ from knobs import Config
 
 
 class Answer(NamedTuple):
-    """The answer, which is equal on every rank."""
+    """The answer of a check, which is equal on every rank."""
 
     right: bool
-    text: str  # for a reader
+    text: str  # to print
     figures: dict | list  # for --json
 
 
 def command_line(option: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that every such check takes."""
+    """Return a parser with the arguments that all these checks take."""
     parser = config.command_line(f"preflight.py {option}", description, nargs="?")
     parser.add_argument("--json", metavar="FILE", type=config.text_option, help="also write the figures to this file")
     return parser
@@ -36,9 +36,9 @@ def ask(
     refuse: Callable[[Config, int], None],
     answer: Callable[[Config, parallel_setup.Parallel], Answer],
 ) -> int:
-    """Run a check. Exit code 0: it is right on every rank. 1: it is wrong somewhere. 2: unusable input. 3: Tripped.
+    """Run a check. Exit code 0: every rank is right. 1: at least one rank is wrong. 2: unusable input. 3: Tripped.
 
-    ``refuse`` raises InputError for a configuration that does not suit the number of ranks.
+    ``refuse`` raises InputError if the configuration does not suit the number of ranks. ``answer`` makes the check.
     """
     rank = parallel_setup.check_launch()
     if args.config is None:

@@ -1,14 +1,15 @@
-"""Two layers of CONFIG's model at their real sizes: do trainer and sampler have the same policy, adapters included?
+"""Do trainer and sampler have the same policy, adapters included? Tests two layers of CONFIG's model at real size.
 
     torchrun --nproc_per_node=N preflight.py --layers CONFIG [section.key=value ...] --folder DIR [--json FILE]
 
-The check writes the model's config.json with two layers and random weights to DIR. It loads this model and passes it to
-the configured engine as in a run. Then it gives every adapter an update as large as the weight that it changes, and
-pushes it as after a step. It compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap does. If
-they differ, it names a fault of weights/probes.py that has the sampler's log-probs.
+The check writes the model's config.json with two layers and random weights to DIR. It loads this model and pushes it to
+the configured engine, as a run does. Then it gives every adapter an update as large as the weight that it changes, and
+pushes the policy as after a step. It compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap
+does. If they differ, it names a fault of weights/probes.py that would cause the sampler's log-probs, if there is one.
 The mean difference over all tokens does not show one wrong expert among many. Therefore the tokens of each expert are
-also checked alone: their median may be at most FACTOR times the median of the other tokens. It is a median because in
-bf16 a token at which two experts almost tie may differ much in a correct run.
+also checked separately: their median difference may be at most FACTOR times that of the other tokens. A median below a
+tenth of the bound always passes. The check uses medians, because in bf16 a token at which two experts almost tie may
+differ greatly in a correct run.
 checks/sampling_check.py checks how the tokens are drawn.
 S is the number of sequences, T of tokens per row, L of MoE layers, and K of experts per token.
 """
@@ -50,18 +51,20 @@ from weights.peft_adapters import Pairs
 from weights.policy import Policy
 
 LAYERS, PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 32, 8, 8, 16  # 32 x 8 x 16 = 4,096 sampled tokens, or more
-BASE_SIZE = 0.5  # of the random weights: a standard deviation of 0.5 / sqrt(in), as in weights/tiny_model.py
-HEAD = 2.0  # logits of standard deviation 1, not 0.5, so that the sampled tokens depend more on the layers
-LEAST_TOKENS = 24  # sampled tokens of an expert that is checked; with this many, chance does not double a median
+BASE_SIZE = 0.5  # the random weights have a standard deviation of 0.5 / sqrt(in), as in weights/tiny_model.py
+# Factor of the head's weights. The logits then have a standard deviation of 1 instead of 0.5, so that the sampled
+# tokens depend more on the layers.
+HEAD = 2.0
+LEAST_TOKENS = 24  # an expert is checked if it has this many sampled tokens; then chance does not double a median
 FACTOR = 2.0  # Qwen3's layers in bf16 on a CPU: 1.2 if correct, 2.6 to 3.0 if one expert lacks its update
-LISTED = 3  # experts that are named
+LISTED = 3  # at most this many experts are named
 
 
 # ------------------------------------------------------------------------------------------------ the model
 
 
 def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> dict:
-    """Return the config.json of the model with its first two layers only. hf_config.settings explains the arguments."""
+    """Return the model's config.json, reduced to two layers. The arguments are those of hf_config.settings."""
     raw = dict(hf_config.settings(path, tiny, row_tokens)[0])
     layers = min(LAYERS, raw["num_hidden_layers"])
     if raw.get("layer_types"):
@@ -71,7 +74,7 @@ def settings(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> dict:
 
 
 def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> None:
-    """Write ``config`` as config.json, and random weights, to ``folder``. Raises InputError if it is not empty."""
+    """Write config.json and random weights to ``folder``. Raises InputError if the folder is not empty."""
     refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -85,7 +88,7 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> No
 
 
 def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
-    """Draw a random update of each adapted matrix, as large as the matrix. The updates are equal in every layout."""
+    """Draw a random update for each adapted matrix, as large as the matrix. The updates are equal in every layout."""
     pairs: Pairs = {}
     for adapted in modules:
         names = [name.removesuffix(".weight") for name in adapted.names(slice(None))]
@@ -99,7 +102,7 @@ def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
 def sample(
     engine: Engine, prompts: list[list[int]], sampling: RolloutConfig, parallel: Parallel, seed: int
 ) -> batches.Rollout:
-    """Sample completions of ``prompts``, a group of each prompt by every replica. The result is equal on every rank."""
+    """Let every replica sample a group of completions of each prompt. The result is equal on every rank."""
     replicas = parallel.world_size // sampling.tensor
     return rollout.sample(
         engine,
@@ -122,9 +125,11 @@ def token_gaps(
     tokens_per_micro_batch: int,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return |trainer's - sampler's log-prob| of all tokens, a mask of sampled tokens, and with ``replay`` the experts.
+    """Return |trainer's - sampler's log-prob| of all tokens, a mask of the sampled tokens, and the tokens' experts.
 
-    The experts of a token are those that predicted it. Collective: every rank computes every row.
+    A token is listed with the experts of the token before it, which predicted it. Without ``replay``, the experts are
+    None. Every rank calls this together, and computes every row.
+
     (S, T), (S, T), (S, T, L, K) on the host
     """
     longest = max(batch.row_length(sequence) for sequence in range(len(batch.lengths)))
@@ -133,7 +138,7 @@ def token_gaps(
     gaps, masks, routes = [], [], []
 
     def padded(x: Tensor) -> Tensor:
-        """Pad the rows: (b, t, ...) -> (b, T, ...) on the host."""
+        """Pad the rows to T tokens, on the host.  (b, t, ...) -> (b, T, ...)"""
         return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
 
     for rows in torch.arange(len(batch.lengths)).split(at_once):
@@ -153,7 +158,7 @@ def token_gaps(
 def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
     """Return the median gap of each expert's tokens and of all other tokens, the most different expert first.
 
-    Both sets need LEAST_TOKENS sampled tokens.  (S, T), (S, T), (S, T, L, K)
+    An expert is left out unless both sets have at least LEAST_TOKENS sampled tokens.  (S, T), (S, T), (S, T, L, K)
     """
     gaps, routes = gaps[mask], routes[mask]  # (N,), (N, L, K)
     judged_experts = []
@@ -175,7 +180,10 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
 
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
-    """Return all figures of this check. ``wrong`` names those beyond their bounds, or is "". Collective."""
+    """Make the check, and return its figures. Every rank calls this together.
+
+    ``wrong`` names the figures that are beyond their bounds; it is "" if there are none.
+    """
     policy, pad_token = Policy.load(cfg, arch, parallel), 0
     model = policy.model
     learner = Learner(cfg, policy, pad_token)
@@ -194,7 +202,7 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
     generator = torch.Generator().manual_seed(derive_seed(cfg.train.seed, "probe prompts"))
     prompts = torch.randint(1, arch.vocab_size, shape, generator=generator).tolist()
     new_tokens = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
-    # Every replica gets every prompt twice; then the same again.
+    # Every replica gets every prompt twice. Then the same batch is sampled again.
     whole = cfg.rollout.model_copy(update={"group_size": GROUP, "max_new_tokens": new_tokens})
     batch, again = (sample(engine, prompts * 2, whole, parallel, cfg.train.seed) for _ in range(2))
     short = {"group_size": sampling_check.FIRST_TOKENS // len(prompts), "max_new_tokens": 1}
@@ -246,9 +254,11 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
 def known_fault(
     policy: Policy, pairs: Pairs, modules: list[Adapted], gaps_of: Callable, odd: Tensor, bound: float
 ) -> str:
-    """Return the fault of probes.faults that gives the trainer the log-probs of the ``odd`` sequences, or "".
+    """Name the fault that explains the sampler's log-probs of the ``odd`` sequences; "" if no known fault does.
 
-    This changes the factors. Collective.
+    The trainer tries each fault of probes.faults, and the base without adapters. A fault explains the log-probs if the
+    trainer then differs from the sampler by at most ``bound``. This changes the policy's factors. Every rank calls this
+    together.
     """
     for name, wrong in {"the base": {}, **probes.faults(pairs, policy.arch)}.items():
         policy.load_(probes.whole_factors(wrong, modules, policy.cfg.lora.alpha))
@@ -297,7 +307,7 @@ def judged(figures: dict, experts: list[dict]) -> str:
 
 
 def as_text(figures: dict) -> list[str]:
-    """Return the figures for a reader, line by line."""
+    """Return the figures as lines of text."""
     lines = [
         f"{figures['layers']} layers, {figures['tokens']} sampled tokens: {figures['gap_mean']:.2g} nats per token "
         f"between sampler and trainer, at most {figures['bound']:g} is allowed; the median token differs by "
@@ -313,7 +323,7 @@ def as_text(figures: dict) -> list[str]:
 
 
 def refuse(cfg: Config, ranks: int) -> None:
-    """Raise InputError unless the two layers fit the layout of the ranks."""
+    """Raise InputError unless the configuration can run with the two layers and this number of ranks."""
     arch = hf_config.parse(settings(cfg.model.path, cfg.tiny_model, cfg.row_tokens))
     refuse_first(problems(cfg, arch, ranks))
 

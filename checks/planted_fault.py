@@ -1,13 +1,13 @@
-"""A training with a fault planted on purpose, to see whether the benchmark of methods finds it.
+"""Runs the training with a fault planted on purpose, to test whether the benchmark of methods finds the fault.
 
     torchrun --nproc_per_node=1 checks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
-FAULT is a name, or NAME=VALUE (rounded=3), or several of them joined by + (rounded=3+inverted_weights).
-A fault is a function: it gets the right function of the method and returns the wrong one that takes its place while the
-training runs; no file is changed. Everything else is train_grpo.py. Faults of the method are controls: if a comparison
-cannot find its fault, its other results mean nothing. Faults of the sampler are mismatches of sampler and trainer, and
-methods are compared under them; they need checks.off=[logp_gap], because this check finds them. No torch at the top,
-because sweep.py checks the names of faults without it.
+FAULT is a name, or NAME=VALUE (rounded=3), or several of these joined by + (rounded=3+inverted_weights).
+A fault is a function. It gets the right function of the method and returns a wrong one, which replaces it while the
+training runs; no file is changed. Everything else runs as in train_grpo.py. Faults of the method are controls: if a
+comparison cannot find such a fault, its other results mean nothing. Faults of the sampler create mismatches between
+sampler and trainer, under which methods are compared. They need checks.off=[logp_gap], because this check finds them.
+This file does not import torch at the top, because sweep.py checks the names of faults without torch.
 """
 
 import functools
@@ -29,22 +29,22 @@ from knobs import Merging
 
 Function = Callable[..., Any]
 
-ROUND_GROUP = 32  # neighbouring inputs of an output that share a scale
+ROUND_GROUP = 32  # this many neighbouring inputs of an output share a scale
 
 
 # ------------------------------------------------------------------------------------------------ faults of the method
 
 
 def inverted_weights(right: Function) -> Function:
-    """Importance weights are those of the sampler over the trainer, the reciprocals of the right ones."""
+    """Invert the importance weights: divide the sampler's probabilities by the trainer's, instead of the reverse."""
     return lambda old_logp, rollout_logp, *rest, **named: right(rollout_logp, old_logp, *rest, **named)
 
 
 def reversed_clip(right: Function) -> Function:
-    """PPO takes the smaller of the two losses: it clips what should pass, and passes what should be clipped.
+    """Make PPO take the smaller of its two losses, so that it clips where it should not, and the reverse.
 
-    The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r), which is the right loss of -A. CISPO
-    has no such choice, and its loss is linear in A, so it stays as it is.
+    The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r), which is the right loss for an
+    advantage of -A. CISPO does not choose between two losses, and its loss is linear in A, so it stays right.
     """
 
     def policy_loss(logp: Any, old_logp: Any, advantages: Any, mask: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -58,12 +58,12 @@ def reversed_clip(right: Function) -> Function:
 
 
 def foreign_routes(right: Function) -> Function:
-    """Each token is replayed on the experts of the token before it."""
+    """Replay each token with the experts of the token before it."""
     return lambda replay, routes, *rest, **named: right(replay, routes.roll(1, 1), *rest, **named)
 
 
 def lost_experts(right: Function) -> Function:
-    """The adapters of the experts never reach the sampler, in training and in evaluations."""
+    """Keep the adapters of the experts from the sampler, both in training and in evaluations."""
 
     def merged(adapter: Any, weight: Any, experts: slice | None = None, out: Any = None) -> Any:
         if experts is None:
@@ -74,9 +74,9 @@ def lost_experts(right: Function) -> Function:
 
 
 def altered_evaluation(right: Any) -> Any:
-    """Evaluations measure the policy that samples, with noise or rounding, instead of the one that is trained.
+    """Make evaluations measure the sampler's policy, with its noise or rounding, instead of the trained one.
 
-    ``right`` is the class Push. The first evaluation, of the base model, is right.
+    ``right`` is the class Push. The first evaluation, which measures the base model, stays right.
     """
 
     class AlteredPush(right):
@@ -85,7 +85,7 @@ def altered_evaluation(right: Any) -> Any:
             return super().__call__(step, probe)
 
         def clean(self) -> None:
-            """Push with the noise of the next step. Before the first step, no noise has been asked for."""
+            """Push with the noise of the next step. Before the first step, do nothing."""
             again = getattr(self, "next", None)
             if again:
                 self(*again)
@@ -95,7 +95,7 @@ def altered_evaluation(right: Any) -> Any:
 
 
 def permuted_teacher(right: Function) -> Function:
-    """The adapters of the teacher's first half of the layers and those of its second half change places."""
+    """Exchange the teacher's adapters in the first half of the layers with those in the second half."""
 
     def read(*given: Any) -> Any:
         names, factors = zip(*right(*given), strict=True)
@@ -108,10 +108,11 @@ def permuted_teacher(right: Function) -> Function:
 
 
 def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: bool = False) -> Any:
-    """The nearest weights that a sampler of ``bits`` bits has: whole multiples of a scale.  (out, in) -> (out, in)
+    """Round weights to whole multiples of a scale, as in a sampler with ``bits`` bits.  (out, in) -> (out, in)
 
-    Every ``group`` neighbouring inputs of an output share one scale, which makes the largest of them the largest
-    integer, 2^(bits - 1) - 1 (symmetric). The last group may be smaller. ``down``: round down, not to the nearest.
+    Every ``group`` neighbouring inputs of an output share one scale. It makes the largest absolute value the largest
+    integer, 2^(bits - 1) - 1 (symmetric). The last group may be smaller. With ``down``, multiples are rounded down
+    instead of to the nearest one.
     """
     import torch
 
@@ -125,9 +126,9 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
 
 
 def rounding_push(right: Any, changed: Function) -> Any:
-    """Return the class Push, ``right``, with other weights for the completions that are trained on.
+    """Return a subclass of Push, ``right``, that changes the engine's weights while it samples for training.
 
-    The engine then gets ``changed(push, step, name, tensor)`` in place of each tensor. Evaluations and the trainer have
+    The engine then gets ``changed(push, step, name, tensor)`` instead of each tensor. Evaluations and the trainer use
     the policy itself.
     """
     from facts.architectures import tensor_shapes
@@ -143,11 +144,11 @@ def rounding_push(right: Any, changed: Function) -> Any:
             super().__init__(way, engine)
 
         def _usable_stacks(self) -> dict[str, Any]:
-            """None, so that the trainer does not compute with experts in the memory of the engine."""
+            """Return no stacks, so that the trainer does not compute with experts in the engine's memory."""
             return {}
 
         def tensors(self, only: set[str] | None = None) -> Any:
-            """With ``only``, these tensors and all matrices: a clean push takes the rounding away from all of them."""
+            """Yield the tensors of a push. All matrices are added to ``only``, so that their rounding is undone."""
             return super().tensors(None if only is None else only | self.matrices)
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
@@ -160,10 +161,10 @@ def rounding_push(right: Any, changed: Function) -> Any:
 
 
 def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
-    """The completions for training come from weights of 3, 4 or 8 bits, as from an int8 or int4 engine.
+    """Sample the completions for training with weights of 3, 4 or 8 bits, as an int8 or int4 engine does.
 
-    Embedding, head, norms, biases and routers are not rounded. ``right`` is the class Push. ``down``: the weights are
-    rounded down instead of to the nearest.
+    Embedding, head, norms, biases, routers and the gates of shared experts are not rounded. ``right`` is the class
+    Push. With ``down``, the weights are rounded down instead of to the nearest multiple.
     """
 
     def changed(push: Any, step: int, name: str, weight: Any) -> Any:
@@ -173,11 +174,11 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
 
 
 def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
-    """Return W + d floor(U / d + offset), a merge that keeps whole multiples of d. U is ``merged`` - W.
+    """Return W + d floor(U / d + offset), which rounds the update U = ``merged`` - W to whole multiples of d.
 
-    d is the distance between two numbers with this many binary places at W. bf16 has 7 places. An offset of 0.5 rounds
-    U / d to the nearest integer. An offset that is uniform in [0, 1) rounds it up or down at random, so that the mean
-    of many merges is U. fp32, any shape
+    d is the distance between neighbouring numbers near W that have this many binary places. bf16 has 7 places. An
+    ``offset`` of 0.5 rounds U / d to the nearest integer. An offset that is uniform in [0, 1) rounds U / d up or down
+    at random, so that the mean over many merges is W + U. All tensors are fp32; W may have any shape.
     """
     exponent = weight.abs().clamp(min=1e-12).frexp().exponent  # 2^(exponent - 1) <= |W| < 2^exponent; 0 has none
     spacing = (exponent - 1 - places).float().exp2()
@@ -185,7 +186,7 @@ def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
 
 
 def uniform(seed: int, step: int, name: str, like: Any) -> Any:
-    """Draw numbers in [0, 1) in the shape of ``like``, which depend on (seed, step, name) and not on the rank."""
+    """Draw numbers in [0, 1) in the shape of ``like``. They depend on (seed, step, name), and not on the rank."""
     import torch
 
     generator = torch.Generator().manual_seed(derive_seed(seed, "coarse", step, name))
@@ -193,7 +194,7 @@ def uniform(seed: int, step: int, name: str, like: Any) -> Any:
 
 
 def refuse_other_merges(cfg: Any) -> None:
-    """Raise InputError unless only pushes merge, whole tensors in fp32, and no pass is computed again."""
+    """Raise InputError unless only pushes merge, with whole tensors in fp32, and no activations are recomputed."""
     if cfg.merging is not Merging.PUSHES or cfg.rollout.expert_parallel or cfg.model.recompute:
         raise InputError(
             f"model.dtype, rollout.sync, rollout.expert_parallel, model.recompute: {cfg.model.dtype}, "
@@ -203,11 +204,11 @@ def refuse_other_merges(cfg: Any) -> None:
 
 
 def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> Any:
-    """The completions for training come from a merge on a grid of so many binary places (`on_grid`).
+    """Sample the completions for training with weights that were merged on a grid (`on_grid`) of ``places`` places.
 
-    With fewer places than bf16 has, the large updates of a tiny model lose the share that small ones lose in bf16.
-    fault/update_share and fault/update_error are sync/update_share and sync/update_error for this merge. ``right`` is
-    the class Push. ``offsets``: (seed, step, name, tensor) -> the offsets of its weights.
+    With fewer places than bf16 has, the large updates of a tiny model lose as large a share as small updates lose in
+    bf16. fault/update_share and fault/update_error are the metrics sync/update_share and sync/update_error for this
+    merge. ``right`` is the class Push. ``offsets(seed, step, name, tensor)`` returns the offsets for a tensor.
     """
     import torch
 
@@ -229,7 +230,7 @@ def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> A
             self.base = dict(huggingface.export(self.model, self.arch, self.parallel, merge=False))
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
-            self.products = torch.zeros(2, 2)  # <U, U>, <U, C - U>; .., <C - U, C - U> of all weights
+            self.products = torch.zeros(2, 2)  # <U, U>, <U, C - U>; .., <C - U, C - U>; C is the part of U that is kept
             metrics = super().__call__(step, probe)
             (own, both), (_, lost) = self.products.tolist()
             return metrics | {
@@ -241,7 +242,10 @@ def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> A
 
 
 def coarse_passes(right: Function, places: str) -> Function:
-    """The trainer computes with the weights that `coarse` gives the sampler; A and B get the gradient of W + U."""
+    """Make the trainer compute with the weights that `coarse` gives the sampler.
+
+    The backward pass ignores the rounding: A and B get their gradients as if the weights were W + U.
+    """
     from lora_megatron import merge
 
     def coarse_merge(weight: Any, first: Any, second: Any, scale: float, out: Any = None) -> Any:
@@ -259,9 +263,10 @@ def coarse_passes(right: Function, places: str) -> Function:
 
 
 def flips(right: Function) -> Function:
-    """In training, each sampled token has in every layer the next best expert in place of the last of its experts.
+    """In training, replace the lowest-ranked expert of each sampled token by the next best one in the sampler.
 
-    The weights of its experts are as if the last one were not there. Prompts keep their experts.
+    This is done in every layer. The weights of the experts are as if the replaced expert did not exist. Prompt tokens
+    keep their experts.
     """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:
@@ -283,9 +288,9 @@ def flips(right: Function) -> Function:
 
 
 def noise(right: Function, size: str) -> Function:
-    """In training, the sampler draws from logits with normal noise of this standard deviation, new for each token.
+    """In training, add normal noise with standard deviation ``size`` to the sampler's logits, new for each token.
 
-    The random number with which a token is drawn is the seed of its noise.
+    The random number that draws a token is also the seed of its noise.
     """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:
@@ -307,7 +312,7 @@ def noise(right: Function, size: str) -> Function:
 
 
 def embedded(engine: Any, fault: str) -> Any:
-    """The engine, if it is the embedded sampler; otherwise InputError."""
+    """Return ``engine``. Raises InputError, which names ``fault``, unless it is the embedded sampler."""
     from engines.torch_sampler import TorchSampler
 
     if not isinstance(engine, TorchSampler):
@@ -319,11 +324,11 @@ def embedded(engine: Any, fault: str) -> Any:
 
 
 class Fault(NamedTuple):
-    """A fault, and what it is planted into."""
+    """A fault, and the function or class that it replaces."""
 
-    place: str  # of the right function, or class
-    wrong: Function  # the right one -> the wrong one; with ``values``: the right one, value -> the wrong one
-    values: str = ""  # the values that it takes, a regular expression; empty: it takes none
+    place: str  # the full name of the right function or class
+    wrong: Function  # (right one) -> wrong one; with ``values``: (right one, value) -> wrong one
+    values: str = ""  # a regular expression for the values that the fault takes; empty if it takes none
 
 
 BITS = "3|4|8"
@@ -352,7 +357,7 @@ FAULTS = {
 
 
 def named_faults(text: str) -> list[tuple[str, Function]]:
-    """The place and the function of each fault that ``text`` names; InputError for an unknown name or value."""
+    """Return the place and the function of each fault in ``text``. Raises InputError for an unknown name or value."""
     return [_named_fault(one) for one in text.split("+")]
 
 

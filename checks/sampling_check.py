@@ -1,14 +1,14 @@
-"""Does the sampler draw tokens with the probabilities that it reports? A part of preflight.py --layers.
+"""Does the sampler draw tokens with the probabilities that it reports? This is a part of preflight.py --layers.
 
-The log-probs of the drawn tokens do not show how the tokens were drawn: a broken random generator has right log-probs.
-These statistics of the draws are checked. A correct run fails with a probability below 1e-6:
+The log-probs of the drawn tokens do not show how the tokens were drawn: they are right even if the random generator is
+broken. Therefore these statistics of the draws are checked. A correct run fails with a probability below 1e-6.
 
-- many first tokens of few prompts, by chi-square against the probabilities of all tokens;
-- completions that repeat an earlier one of their prompt, against the number that is predicted;
-- the first tokens of a batch that is requested again with the same seeds.
+- Many first tokens of few prompts are compared with the probabilities of all tokens, in a chi-square test.
+- The number of completions that repeat an earlier one of their prompt is compared with its expected value.
+- A batch is requested again with the same seeds, and at least nine tenths of its first tokens must be the same.
 
-P is the number of prompts, R of replicas, G of samples, C of classes, and V the size of the vocabulary. Row i of a
-batch gives prompt i // R to replica i % R.
+P is the number of prompts, R of replicas, G of a replica's samples per prompt, and S of all samples of a prompt. C is
+the number of classes, and V the size of the vocabulary. Question i of a batch gives prompt i // R to replica i % R.
 """
 
 import math
@@ -20,18 +20,21 @@ from model import megatron_model
 from model.batches import Rollout
 from parallel_setup import Parallel
 
-# All bounds of p sum to FALSE_ALARM. It is not 1e-6, because the tail of a chi-square of counts is up to four times as
-# heavy as that of its distribution. A tenth of the first tokens may differ, because kernels may round differently.
+# The bounds of all p-values sum to FALSE_ALARM. It is below 1e-6, because the tail of a chi-square statistic of counts
+# is up to four times as heavy as that of the chi-square distribution. When the batch is sampled again, a tenth of the
+# first tokens may differ, because kernels may round differently.
 FALSE_ALARM, SAME_AGAIN = 1e-7, 0.9
-FIRST_TOKENS = 4096  # of each replica; this many show a temperature that is 1.3 times too high
-CLASSES, LEAST_EXPECTED = 16, 50.0  # of about equal probability; a class with fewer expected tokens is not checked
+FIRST_TOKENS = 4096  # first tokens per replica, enough to show a temperature that is 1.3 times too high
+CLASSES, LEAST_EXPECTED = 16, 50.0  # classes have about equal probabilities; one with fewer expected tokens is skipped
 
 
 @torch.no_grad()
 def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Parallel, temperature: float) -> Tensor:
-    """Return the log-prob of every token after each of equally long prompts, by rank 0's trainer.
+    """Return the log-probs of all tokens of the vocabulary after each prompt, computed by rank 0's trainer.
 
-    Collective. The result is equal on every rank.  -> (P, V) fp64 on the host
+    The prompts must have equal lengths. Every rank calls this together, and gets the same result.
+
+    -> (P, V) fp64 on the host
     """
     even = [prompt + [0] * (-len(prompt) % parallel.tensor) for prompt in prompts]  # sequence parallelism splits rows
     hidden = megatron_model.hidden_states(model, torch.tensor(even, device=parallel.device))[len(prompts[0]) - 1]
@@ -41,12 +44,13 @@ def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Pa
 
 
 def chi_square(batch: Rollout, logp: Tensor, replicas: int) -> list[float]:
-    """Return the p-value of each replica's first tokens; tokens of about equal probability form a class.
+    """Return the p-value of a chi-square test of each replica's first tokens.
 
-    ``logp`` (P, V) is the trainer's, which gives the classes and their probabilities. A drawn token counts as the ratio
-    of the trainer's to the sampler's probability. For every sampler that draws as it reports, the sum of these ratios
-    in a class has the trainer's probability of the class as its mean. This also holds if its kernels round differently.
-    A class has tokens of all prompts. Its count then varies less than that of one multinomial distribution.
+    ``logp`` (P, V) has the trainer's log-probs. They divide the tokens into classes of about equal probability. Each
+    drawn token is weighted by the ratio of the trainer's to the sampler's probability. If a sampler draws as it
+    reports, the expected sum of these weights in a class is the number that the trainer's probabilities predict. This
+    also holds if the sampler's kernels round differently. A class has tokens of all prompts, so its count varies less
+    than that of one multinomial distribution.
     """
     tokens = batch.tokens[:, 0].view(len(logp), replicas, -1)  # (P, R, G)
     ratios = (logp.gather(1, tokens.flatten(1)).view_as(tokens) - batch.logp[:, 0].view_as(tokens)).exp()
@@ -62,11 +66,14 @@ def chi_square(batch: Rollout, logp: Tensor, replicas: int) -> list[float]:
 
 
 def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
-    """Return how many completions repeat an earlier one of their prompt, the expected number, and a bound of its p.
+    """Count the completions that repeat an earlier one of their prompt.
 
-    ``batch`` has all prompts twice, and each time every prompt in ``replicas`` successive rows. Given the completions
-    before it, a completion repeats one of them with the sum of their probabilities. So the number minus its expectation
-    is a martingale. It exceeds e - 2 times its variance by t with a probability of at most exp(-t) (Freedman, 1975).
+    Returns this number, its expected value, and an upper bound on its p-value.
+
+    ``batch`` has the list of prompts twice; in each list, every prompt has ``replicas`` successive questions. The
+    probability that a completion repeats an earlier one is the sum of the probabilities of all different earlier ones.
+    So the number of repeats minus its expected value is a martingale. The probability that it exceeds e - 2 times its
+    variance by t is at most exp(-t) (Freedman, 1975).
     """
     tokens, logp = (
         x.unflatten(0, (2, -1, replicas * batch.rewards.shape[1])).transpose(0, 1).flatten(1, 2)
@@ -80,11 +87,11 @@ def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
 
 
 def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
-    """Return every statistic: whether it is right, a text for a reader, and its values, most of them one per replica.
+    """Return all statistics. Each has ``right``, a ``text`` and ``values``, most of them with one value per replica.
 
-    In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has first tokens
-    after the prompts of ``logp``. chi_square counts the tokens of ``first`` in classes, separately for each replica.
-    repeats compares every two completions of a prompt in ``batch``, those of all replicas together.
+    In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has many first
+    tokens after each prompt, and ``logp`` the trainer's log-probs there. `chi_square` tests the tokens of ``first``
+    separately for each replica. `repeats` compares the completions of a prompt in ``batch`` across all replicas.
     """
     repeated, expected, p_value = repeats(batch, replicas)
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])

@@ -1,13 +1,14 @@
-"""Do the model, its gradients, a step and the operators have the right numbers on this device?
+"""Do the model, its gradients, a training step and the operators give the right numbers on this device?
 
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]
     torchrun --nproc_per_node=N preflight.py --self-test [CONFIG] [section.key=value ...]
 
-It runs tests/machines/on_device on CONFIG's device. They compare random tiny models in every layout of the launched
-ranks with transformers and torch.optim.AdamW in float64, and each operator with its formula. Without torchrun, a CPU
-tests one and two ranks, or N. Only the device of CONFIG counts; `train_grpo.py CONFIG --check` checks its functions.
-Exit code 0: everything is right. 1: a line names the test that failed. 2: the input cannot be used. docs/checks.md says
-what the tests find, and how to see more of a failure.
+This command runs the tests of tests/machines/on_device on CONFIG's device. They compare random tiny models, in every
+layout of the launched ranks, with transformers and torch.optim.AdamW in float64. They also compare each operator with
+its formula. Without torchrun, the tests on a CPU use one and two ranks, or N ranks. Only the device of CONFIG matters
+here; `train_grpo.py CONFIG --check` checks the functions that CONFIG names.
+Exit code 0: everything is right. 1: a line names the test that failed. 2: the input cannot be used. docs/checks.md
+lists the faults that the tests find, and explains how to see more of a failure.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ OPTIONS += ["--tb=no", "-rfE", "--capture=sys", "--continue-on-collection-errors
 
 @command
 def main(arguments: list[str]) -> int:
-    """Replace this process by pytest, so that a launcher can end it. Does not return."""
+    """Replace this process by pytest, so that a launcher can end it. This function does not return."""
     default = str(ROOT / "configs" / "tiny_cpu.yaml")
     parser = command_line(
         "preflight.py --self-test",

@@ -24,9 +24,9 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Return the engine that cfg.rollout.engine names. It has no weights before its first load_weights.
+    """Return the engine that cfg.rollout.engine names. It has no usable weights before its first load_weights.
 
-    ``beat`` is called for every decoded token of a batch of rows.
+    ``beat`` is called at every decoding step.
     """
     return _engine_module(cfg.rollout).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
 

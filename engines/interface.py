@@ -1,4 +1,4 @@
-"""The interface of an engine: the calls that the program makes, what they return, and what every engine refuses.
+"""The interface of an engine: its calls, their results, and the checks that every engine makes.
 
 The engines are torch_sampler.TorchSampler, vllm_engine.VllmEngine and vllm_colocated.ColocatedEngine. All of them make
 the checks in this file, so that the same mistake gets the same message.
@@ -29,8 +29,8 @@ class Completion:
     # environment: the environment ended it after a text of rollout.stop
     finish_reason: str
     routed_experts: np.ndarray | None = None  # uint8 (prompt + generated - 1, MoE layers, K); the last token has no row
-    # Whether the policy sampled a token. If not, the environment gave it, and its logp is 0. By default the policy
-    # sampled all tokens.
+    # For each token, whether the policy sampled it. If not, the environment gave it, and its logp is 0. By default the
+    # policy sampled all tokens.
     mask: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,30 +64,30 @@ class Engine(Protocol):
     ready: bool  # whether it has a whole model
     positions: int  # the most tokens that a row may have
 
-    # Called for every decoded token of a batch of rows. The embedded sampler also calls it for every layer of prompts.
+    # Called at every decoding step. The embedded sampler also calls it after every layer while it computes prompts.
     beat: Callable[[], None]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors into the engine, under their Hugging Face names.
 
         The first call must bring the whole model. Later calls may bring some of its fused groups (see
-        huggingface.fused_group), each of them whole. Raises InputError with the tensor's name for a missing, surplus,
-        repeated, misshapen or non-finite tensor. After a failure `sample` refuses.
+        huggingface.fused_group), each of them whole. Raises InputError with the tensor's name if a tensor is missing,
+        unknown, repeated, misshapen or not finite. After a failure, `sample` raises InputError.
         """
 
     def stacks(self) -> dict[str, Stack]:
-        """Return the routed experts by layer, `model.layers.0.mlp.experts.gate_up_proj`, after the first load_weights.
+        """Return the memory of the routed experts by name, for example `model.layers.0.mlp.experts.gate_up_proj`.
 
-        Each call returns the same tensors. Writing to them changes the weights with which the engine samples. An engine
-        that packs its experts has none.
+        Call this only after the first load_weights. Each call returns the same tensors. Writing to them changes the
+        weights with which the engine samples. An engine that packs its experts returns {}.
         """
         return {}
 
     def load_stacks(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into these `stacks`: all experts of the model, or those that this engine has.
+        """Copy tensors into `stacks`. A tensor has all experts of the model, or only those of this engine.
 
-        A tensor that already is this memory is not copied. A load_weights must follow, which makes the engine forget
-        everything that it computed with other weights. Raises InputError for a tensor that is not finite.
+        A tensor that is the stack's own memory is not copied. Call load_weights afterwards: it makes the engine forget
+        everything that it computed with other weights. Raises InputError if a tensor is not finite.
         """
         stacks, held = self.stacks(), {}
         for name, tensor in named_tensors:
@@ -100,10 +100,10 @@ class Engine(Protocol):
         check_finite(held, "load_weights")
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
-        """From now on, sample with W + (alpha / R) B A. W is what load_weights brought. Only for rollout.sync adapter.
+        """Sample with W + (alpha / R) B A from now on. Only for rollout.sync adapter.
 
-        ``factors`` are the whole factors by their names in a checkpoint (see Policy.whole). Raises InputError, and
-        keeps the old adapter, if factors are not finite.
+        W are the weights from load_weights. ``factors`` has the whole factors by their names in a checkpoint (see
+        Policy.whole). If factors are not finite, raises InputError and keeps the old adapter.
         """
 
     def sample(
@@ -120,10 +120,10 @@ class Engine(Protocol):
         """Return ``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
 
         With ``turns``, a completion has the answers of an environment between the tokens of the policy. The random
-        number of a token belongs to its position in the completion, whoever wrote the tokens before it.
+        number of a token depends on its position in the completion, not on who wrote the tokens before it.
 
         The random numbers of prompt i depend only on seeds[i], so the other prompts of a call change nothing but
-        rounding. Raises InputError for a call that it cannot answer, and Tripped for a log-prob that is not finite.
+        rounding. Raises InputError for a call that the engine cannot answer, and Tripped if a log-prob is not finite.
         """
         params = SamplingParams(max_new_tokens, temperature)
         check_call(self.arch, prompts, max_new_tokens, self.ready, self.positions)
@@ -141,7 +141,7 @@ class Engine(Protocol):
         """Do the part of `sample` that is specific to the engine. The call has been checked."""
 
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
-        """Return the residual stream after each layer, to find the first layer that differs from the trainer's.
+        """Return the residual stream of ``prompt`` after each layer, for a comparison with the trainer's layers.
 
         The list is empty if the model runs as a captured graph, which calls no hooks.  -> L x (T, h)
         """
@@ -150,7 +150,7 @@ class Engine(Protocol):
         """Release everything that the engine uses, before the process group is destroyed."""
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ checks
 
 
 def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int, ready: bool, positions: int) -> None:
@@ -173,7 +173,10 @@ def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
-    """Raise InputError unless ``shapes`` has this tensor and it is not among those ``seen`` before."""
+    """Raise InputError unless ``shapes`` has this name with this shape, and the tensor is floating-point and new.
+
+    ``seen`` has the names of the tensors that arrived before.
+    """
     if name not in shapes:
         raise InputError(f"load_weights: {name} is not a tensor of this model")
     if name in seen:
@@ -200,9 +203,9 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
-    """Return what is wrong with a model or sampler that reports a log-prob that is not finite; "" if all are finite.
+    """Describe the fault behind the first log-prob that is not finite; "" if all log-probs are finite.
 
-    An overflow makes all of a row NaN. -inf means that a token of probability 0 was drawn.
+    If the model overflows, a whole row is NaN. -inf means that the sampler drew a token of probability 0.
     """
     for one in chain(*completions):
         for token, logp in zip(one.tokens, one.logp, strict=True):
@@ -220,9 +223,9 @@ def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) 
 
 
 def check_finite(tensors: Mapping[str, Tensor], call: str) -> None:
-    """Raise InputError for tensors with NaN or infinity. It waits for the device once, for all of them together.
+    """Raise InputError if a tensor has NaN or infinity. The host waits for the device once, for all tensors together.
 
-    ``call`` is the call of the engine, for the error.
+    ``call`` is the engine's method, which the error names.
     """
     # A sum takes a tenth of the time of isfinite. A sum of finite numbers can overflow, so isfinite decides.
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]

@@ -1,4 +1,4 @@
-"""Checks whether an engine has the policy, by comparing its answers to a prompt, and its layers, with the trainer's."""
+"""Checks whether an engine has the policy: compares its log-probs and the outputs of its layers with the trainer's."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ PROBE_ANSWERS, PROBE_TOKENS = 8, 16
 
 
 class Probe:
-    """Compares ``engine`` with the policy that was pushed to it, on prompts. Collective."""
+    """Compares ``engine`` with the policy that was pushed to it. All ranks call its methods together."""
 
     def __init__(self, engine: Engine, policy: Policy, settings: RolloutConfig) -> None:
         self.engine, self.policy, self.settings, self.parallel = engine, policy, settings, policy.parallel
@@ -39,9 +39,9 @@ class Probe:
     def gap(self, prompt: list[int]) -> float:
         """Return the mean gap between engine's and trainer's log-probs on answers to ``prompt``, in nats per token.
 
-        The engine gives the answers. The result is the largest over all ranks' engines, and equal on every rank.
-        Collective: the trainer computes all answers on all ranks, because a wrong engine gives other answers, but
-        tensor ranks must compute the same tokens.
+        The engine samples the answers. The result is the largest mean over the engines of all ranks, and equal on every
+        rank. A collective: every rank's trainer computes the answers of all engines. The reason is that a wrong engine
+        may give other answers than the rest, but tensor ranks must compute the same tokens.
         """
         mine = [(tuple(answer.tokens), answer.logp) for answer in self.answers(prompt, self.settings.temperature)]
         everyones = self.parallel.gather_objects(mine)
@@ -51,7 +51,10 @@ class Probe:
         return self.parallel.max_over_ranks(largest)
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
-        """Return answer -> the trainer's log-prob of each of its tokens after ``prompt``, on the host. Collective."""
+        """Return a dict from each answer to the trainer's log-probs of its tokens after ``prompt``, on the host.
+
+        Every rank calls this together.
+        """
         device = self.parallel.device
         rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
         tokens = F.pad(rows, (0, -rows.shape[1] % self.parallel.tensor))
@@ -63,7 +66,11 @@ class Probe:
         return {answer: rows[chosen == 1] for answer, rows, chosen in zip(answers, logp.cpu(), mask, strict=True)}
 
     def first_differing_layer(self, prompt: list[int], bound: float) -> str:
-        """Name the first layer whose output on ``prompt`` differs between engine and trainer, in a text. Collective."""
+        """Describe the first layer whose output on ``prompt`` differs between engine and trainer.
+
+        ``bound`` is the largest difference that is allowed, as a share of the layer's largest value. Every rank calls
+        this together.
+        """
         ours = layer_outputs(self.policy.model, prompt, self.parallel)
         theirs = self.engine.layer_outputs(prompt)
         if not theirs:
@@ -83,7 +90,7 @@ class Probe:
 
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """Return the residual stream after each layer, on every tensor rank.  (T,) -> L x (T, h)"""
+    """Return the trainer's residual stream after each layer, whole on every tensor rank.  (T,) -> L x (T, h)"""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly

@@ -1,9 +1,9 @@
-"""Keys and values of the embedded sampler, and the attention of the tokens that its rows decode.
+"""The key-value caches of the embedded sampler, and the attention of the tokens that it decodes.
 
-PrefixCache, for fp32, is fast: the rows of a prompt are a line, which shares the keys and values of the prompt and
-attends to them in one product. RowCache, for bf16, rounds as the trainer does: each row has its whole keys and values,
-and the trainer's kernel computes the attention. Where rounding shows in the log-probs, this makes sampler and trainer
-compute the same numbers.
+PrefixCache, for fp32, is fast. The rows that sample the same prompt form a line. They share the keys and values of the
+prompt, and attend to them in one product. RowCache, for bf16, rounds as the trainer does: each row has all its keys and
+values, and the trainer's kernel computes the attention. In bf16 rounding shows in the log-probs, and with this cache
+sampler and trainer compute the same numbers.
 P is the number of prompts, T of prompt tokens with padding, N of new tokens, R of rows, and L of lines. H is the number
 of query heads, KV of key-value heads, and D the head size.
 """
@@ -15,22 +15,25 @@ from torch import Tensor
 from facts.architectures import Architecture
 from model import packing
 
-# The number of slots by which the cache of a row grows. If a cache does not fit into the processor's cache, it is read
-# in half of the time with few unused slots than with a slot for every future token. Growing it moves an eighth of what
-# reading it moves.
+# The number of slots by which the cache of a row grows. A cache that does not fit into the processor's cache is read in
+# half the time if it has few unused slots instead of a slot for every future token. Growing it moves an eighth of the
+# data that reading it moves.
 SLOTS = 16
 
-QUERIES = 4  # with fewer queries per key head, torch's attention on a CPU rounds otherwise; the trainer never has fewer
+QUERIES = 4  # with fewer queries per key head, torch's CPU attention rounds differently; the trainer never has fewer
 
 
 class Cache:
     """The common parts of both caches.
 
-    Heads come first in all keys and values, so that the rows of a line are adjacent.
+    The first axis of all keys and values is that of the heads, so that the rows of a line are adjacent.
     """
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
-        """Make a cache. ``lengths``: (P,) of the prompts; ``longest``: T; ``samples``: the rows of each prompt."""
+        """Create a cache.
+
+        ``lengths`` (P,) are those of the prompts, ``longest`` is T, and ``samples`` is the number of rows per prompt.
+        """
         self.kv_heads, self.scale, self.longest = arch.num_kv_heads, arch.head_dim**-0.5, longest
         self.samples, self.dtype, self.device = samples, dtype, lengths.device
         self.prompt_length = lengths.repeat_interleave(samples)  # (R,)
@@ -40,20 +43,20 @@ class Cache:
         self.cos, self.sin = (x.to(self.device, dtype) for x in (angle.cos(), angle.sin()))  # (T + N, D) by position
 
     def begin(self, n: int) -> tuple[Tensor, Tensor]:
-        """Begin with the ``n``-th sampled tokens, and make the mask for all their layers.
+        """Prepare the step that decodes the ``n``-th sampled tokens. The subclasses create the mask for all layers.
 
-        Returns cos and sin, (R, 1, D) twice.
+        Returns cos and sin of the rotary embedding.  (R, 1, D) twice
         """
         position = self.prompt_length + n
         return self.cos.index_select(0, position)[:, None], self.sin.index_select(0, position)[:, None]
 
     def _zeros(self, arch: Architecture, sequences: int, *shape: int) -> list[Tensor]:
-        """Return a tensor of zeros for each layer, because attention reads slots without a token, with weight 0."""
+        """Return a tensor of zeros for each layer. Attention also reads slots without a token, with weight 0."""
         shape = (self.kv_heads * sequences, *shape)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(arch.num_layers)]
 
     def _by_head(self, x: Tensor) -> Tensor:
-        # unflatten, not view: MindSpeed's view copies a tensor that is not contiguous, which loses a write.
+        # unflatten, not view: MindSpeed's view copies a tensor that is not contiguous, so a write would be lost.
         return x.unflatten(0, (self.kv_heads, -1))
 
     def _keep(self, layers: list[Tensor], kept: Tensor) -> None:
@@ -67,19 +70,22 @@ class PrefixCache(Cache):
         super().__init__(arch, lengths, longest, samples, new_tokens, dtype)
         padding = torch.zeros(len(lengths), 1, longest, dtype=dtype, device=self.device)
         padding.masked_fill_(torch.arange(longest, device=self.device) >= lengths[:, None, None], float("-inf"))
-        self.padding = padding.repeat(self.kv_heads, 1, 1)  # (KV * L, 1, T) -inf at the padding of a prompt; or 0
+        self.padding = padding.repeat(self.kv_heads, 1, 1)  # (KV * L, 1, T) -inf at padding, otherwise 0
         self.prompt_keys = self._zeros(arch, len(lengths), arch.head_dim, longest)  # (KV * L, D, T)
         self.prompt_values = self._zeros(arch, len(lengths), longest, arch.head_dim)  # (KV * L, T, D)
         self.keys = self._zeros(arch, len(self.prompt_length), 0, arch.head_dim)  # (KV * R, C, D): C slots
         self.values = self._zeros(arch, len(self.prompt_length), 0, arch.head_dim)
 
     def write_prompts(self, layer: int, part: slice, key: Tensor, value: Tensor) -> None:
-        """Write the prompts of ``part``.  (p, KV, T, D) twice"""
+        """Write the keys and values of the prompts in ``part``.  (p, KV, T, D) twice"""
         self._by_head(self.prompt_keys[layer])[:, part] = key.permute(1, 0, 3, 2)
         self._by_head(self.prompt_values[layer])[:, part] = value.transpose(0, 1)
 
     def attend(self, layer: int, n: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the ``n``-th sampled token of every row, and attend to all so far.  (R, heads, D) -> (R, H * D)"""
+        """Write the key and value of the ``n``-th sampled token of every row, and attend to all tokens up to it.
+
+        (R, H, D), (R, KV, D) twice -> (R, H * D)
+        """
         rows, _, head_dim = query.shape
         slots = (n // SLOTS + 1) * SLOTS
         if n % SLOTS == 0:  # add slots layer by layer, so that only one layer exists twice
@@ -106,10 +112,10 @@ class PrefixCache(Cache):
         return super().begin(n)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only the given rows. Each of them becomes a separate line.
+        """Keep only the given rows. Each of them becomes a separate line, with a copy of its prompt's cache.
 
-        The caches of the prompts are copied to the rows that remain. In measurements this is as fast as lines of
-        several rows. Once half of the rows are gone, the copies take less memory than caches that were never shared.
+        In measurements this is as fast as lines of several rows. Once half of the rows have finished, the copies take
+        less memory than separate caches for all rows would have taken.
         """
         lines = rows.div(self.samples, rounding_mode="floor")
         self.prompt_length, self.samples = self.prompt_length[rows], 1
@@ -124,7 +130,7 @@ class PrefixCache(Cache):
 
 
 class RowCache(Cache):
-    """The keys and values of each row: its prompt, its sampled tokens, and slots without a token."""
+    """The keys and values of each row: those of its prompt and of its sampled tokens, and unused slots."""
 
     def __init__(self, arch: Architecture, lengths: Tensor, longest: int, samples: int, new_tokens: int, dtype) -> None:
         super().__init__(arch, lengths, longest, samples, new_tokens, dtype)

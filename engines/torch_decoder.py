@@ -1,9 +1,9 @@
-"""A decoder of the models of facts/architectures.py in plain torch, to sample. Weights have their Hugging Face names.
+"""A decoder in plain torch that samples from the models of facts/architectures.py. Weights have Hugging Face names.
 
 Every row decodes one token at a time. A prompt is computed once for all rows that sample it. These rows are adjacent,
 and torch_cache.py stores their keys and values. There is no process group and no autograd.
 P is the number of prompts, T of prompt tokens, R of rows, E of experts, and K of experts per token. H is the number of
-query heads, KV of key-value heads, D the head size, and h the hidden size.
+query heads, KV of key-value heads, D the head size, h the hidden size, and V the size of the vocabulary.
 """
 
 import os
@@ -26,7 +26,7 @@ PREFILL_TOKENS = 16384  # prompt tokens, including padding, that are computed at
 
 
 class Decoder:
-    """The model's weights in the layout of the kernels. It is `ready` once `load_weights` has brought a whole model."""
+    """The model, with its weights in the layout of the kernels. `ready` says whether it has all weights."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: str | torch.device) -> None:
         self.arch, self.dtype, self.device = arch, dtype, torch.device(device)
@@ -40,17 +40,17 @@ class Decoder:
         self.expert_ends = kernels.sortable(torch.arange(arch.num_experts + 1, device=self.device))
         self.head_ones = torch.ones(arch.head_dim, dtype=dtype, device=self.device)
         self.layers = [self._allocate_layer(index) for index in range(arch.num_layers)]
-        # By layer and part: A and (alpha / R) B.  (R, in) and (out, R); of experts (E, in, R) and (E, R, out)
+        # By layer and part: A and (alpha / R) B.  (R, in) and (out, R); for experts (E, in, R) and (E, R, out)
         self.factors: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         self.shapes = {name: tuple(slot.shape) for name, slot in self.slots.items()}
         self.groups = {name: fused_group(name) for name in self.slots}
 
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Return storage of ``shape``. ``pieces``: Hugging Face name -> the index of the part that this tensor fills.
+        """Return storage of ``shape``. ``pieces`` maps each Hugging Face name to the index of its tensor's part.
 
-        Experts' matrices are stored (E, in, out), because a product of few rows then takes a sixth less time. The
-        Hugging Face tensors are (out, in) and fill them transposed.
+        Experts' matrices are stored as (E, in, out), because a product of few rows then takes a sixth less time. The
+        Hugging Face tensors are (out, in), and are copied transposed.
         """
         storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
         as_filled = storage.mT if storage.dim() == 3 else storage
@@ -58,7 +58,7 @@ class Decoder:
         return storage
 
     def _allocate_layer(self, layer: int) -> dict[str, Tensor]:
-        """Return the weights of one layer by `part`. Matrices are fused if one product can do the work of several."""
+        """Return the weights of one layer by `module.part`. Matrices are fused if one product can replace several."""
         weights = {}
         for module in modules(self.arch, self.arch.moe_layers[layer]):
             part, rows, pieces = module.part, 0, {}
@@ -78,7 +78,7 @@ class Decoder:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Do as engines.interface.Engine says. Tensors are copied as they come; after a failure it is not `ready`."""
+        """Implement Engine.load_weights. Tensors are copied as they arrive; after a failure `ready` is false."""
         whole, self.ready = not self.ready, False
         loaded: dict[str, Tensor] = {}
         for name, tensor in named_tensors:
@@ -94,7 +94,7 @@ class Decoder:
 
     @torch.no_grad()
     def load_adapter(self, factors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-        """Do as engines.interface.Engine says. The factors are stored in the dtype of the decoder."""
+        """Implement Engine.load_adapter. The factors are stored in the decoder's dtype, or for routers in fp32."""
         check_finite(factors, "load_adapter")
         layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self.layers]
         for adapted in adapted_modules(self.arch, lora):
@@ -119,9 +119,11 @@ class Decoder:
         return y
 
     def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply ``part`` of a layer's experts, with their adapters if they have any.  (N, in) -> (N, out)
+        """Apply ``part`` of a layer's experts, with their adapters if they have any.
 
-        ``blocks`` has the number of rows of each expert, and where they end, (E,) each.
+        ``blocks`` has the number of rows of each expert, (E,), and the index at which they end, (E,).
+
+        (N, in) -> (N, out)
         """
         y = kernels.grouped_mm(x, self.layers[layer][part], *blocks)
         if part in self.factors[layer]:
@@ -148,7 +150,10 @@ class Decoder:
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
     def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
-        """Return the residual stream after the MLP block. A MoE layer adds its (R, K) experts to ``routes``.  (R, h)"""
+        """Return the residual stream after the MLP block. An MoE layer appends its experts (R, K) to ``routes``.
+
+        (R, h) -> (R, h)
+        """
         arch, weights = self.arch, self.layers[layer]
         h = kernels.rms_norm(x, weights["post_attention_layernorm"], arch.rms_norm_eps)
         if "gate_up_proj" in weights:
@@ -180,7 +185,10 @@ class Decoder:
         return x + (mixed + dense if "gate_up_proj" in weights else mixed)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and numbers of each token's experts, by the logits of a router.  (R, E) -> (R, K) twice"""
+        """Choose each token's experts by the router's logits. Returns their weights and numbers.
+
+        (R, E) -> (R, K) twice
+        """
         score, experts = logits.topk(self.arch.experts_per_token, dim=-1)
         if self.arch.norm_topk_prob:
             return score.softmax(-1), experts
@@ -194,17 +202,20 @@ class Decoder:
         pad_token: int,
         after_layer: Callable[[Tensor], None],
     ) -> tuple[Tensor, PrefixCache | RowCache, Tensor | None]:
-        """Run the prompts: last hidden states, a cache for ``num_samples`` rows of each, and their tokens' experts.
+        """Run the prompts. Return their last hidden states, a cache, and the experts of all their tokens.
 
-        The shapes are (P, h) for the states and (P, T, MoE layers, K) uint8 for the experts, which are None without MoE
-        layers. Padding is on the right and attention is causal, so no real token sees padding.
+        The cache is for ``num_samples`` rows per prompt. The shapes are (P, h) for the states and (P, T, MoE layers, K)
+        uint8 for the experts, which are None without MoE layers. Padding is on the right and attention is causal, so no
+        real token sees padding.
 
-        In fp32 the tokens with which all prompts begin are computed once. Everything but attention works on a line of M
-        tokens, which has the first prompt, and of each other prompt the tokens after the common ones. Attention works
-        on whole prompts and rounds as without the line. So do products of four rows or more. An expert with fewer rows,
-        and the one output of a shared expert's gate, add in another order. bf16 promises a gap of exactly 0 to the
-        trainer, and a product of one row can break it (docs/policy.md). So in bf16 the line has all tokens of all
-        prompts. ``after_layer`` is called with the (M, h) after each layer.
+        The prompts run in parts of at most PREFILL_TOKENS tokens, but at least one prompt. In fp32, a part computes the
+        common prefix of all prompts only once. Everything but attention works on a line of M tokens: the whole first
+        prompt, then the other prompts without this prefix. Attention works on whole prompts.
+
+        The line does not change the rounding of attention, nor of products of four rows or more. It changes the order
+        of additions for an expert with fewer rows, and for the single output of a shared expert's gate. In bf16 the gap
+        to the trainer must be exactly 0, and a product of one row can break this (docs/policy.md). So in bf16 the line
+        has all tokens of all prompts. ``after_layer`` is called with the (M, h) states after each layer.
         """
         device, longest, in_bf16 = self.device, max(map(len, prompts)), self.cache is RowCache
         longest += -longest % packing.KEYS * in_bf16
@@ -232,7 +243,8 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the ``tokens`` of a line, (M,), through all layers, and write the prompts of ``part`` into the cache.
 
-        ``source`` and ``index`` come from _line. Returns the last states and the experts by MoE layer: (M, h), (M, K).
+        ``source`` and ``index`` come from _line. Returns the states after the last layer, (M, h), and the experts that
+        each MoE layer chose, (M, K).
         """
         x, routes = F.embedding(tokens, self.embedding), []  # (M, h)
         cos, sin = (table[source % cache.longest, None] for table in (cache.cos, cache.sin))  # (M, 1, D)
@@ -247,7 +259,10 @@ class Decoder:
         return x, routes
 
     def decode(self, token: Tensor, n: int, cache: PrefixCache | RowCache) -> tuple[Tensor, list[Tensor]]:
-        """Run the ``n``-th sampled token of every row: hidden states, experts by MoE layer.  (R,) -> (R, h), (R, K)"""
+        """Run the ``n``-th sampled token of every row. Return the hidden states and each MoE layer's experts.
+
+        (R,) -> (R, h), a list of (R, K)
+        """
         (cos, sin), x, routes = cache.begin(n), F.embedding(token, self.embedding), []
         for layer in range(self.arch.num_layers):
             mixed = cache.attend(layer, n, *self._qkv(layer, x, cos, sin))
@@ -259,16 +274,17 @@ class Decoder:
         return x, routes
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits.  (R, h) -> (R, V)"""
+        """Compute the logits of hidden states.  (R, h) -> (R, V)"""
         return F.linear(kernels.rms_norm(hidden, self.final_norm, self.arch.rms_norm_eps), self.head)
 
 
 def _line(lengths: Tensor, longest: int, shared: int, *, whole: bool) -> tuple[Tensor, Tensor]:
-    """Return which tokens of some prompts are on their line, and where each of their tokens is on it.
+    """Arrange the tokens of some prompts on a line. Return the maps from the line to the prompts and back.
 
-    The first result is the index of each token of the line in the flattened rows, (M,); the second is the inverse map,
-    (p, T). All prompts begin with ``shared`` common tokens. A ``whole`` line has all tokens and the padding.
-    ``lengths`` are those of the prompts, (p,), and ``longest`` is T.
+    The first result has, for each token of the line, its index in the flattened prompts, (M,). The second has, for each
+    token of the prompts, its index on the line, (p, T). All prompts begin with the same ``shared`` tokens, which are on
+    the line once. A ``whole`` line has all tokens and the padding. ``lengths`` (p,) are those of the prompts, and
+    ``longest`` is T.
     """
     position = torch.arange(longest, device=lengths.device)
     is_packed = (position >= shared) & (position < lengths[:, None]) | whole  # (p, T)

@@ -1,7 +1,7 @@
-"""The embedded sampler: completions from a plain torch decoder, without another engine and without a process group.
+"""The embedded sampler. It uses a decoder in plain torch, and needs no other engine and no process group.
 
-A call runs in waves of limited size. A wave computes every prompt once for its whole group, and rows that have finished
-are removed. Each prompt draws from its own seed, so its completions do not depend on its wave.
+A call runs in waves of limited size. A wave computes every prompt once for all its samples. Once half of the rows have
+finished, these are removed. Each prompt has its own seed, so its completions do not depend on its wave.
 P is the number of prompts, R of rows (one for each sampled completion), and N of new tokens. K is the number of experts
 per token, L of MoE layers, and V the size of the vocabulary.
 """
@@ -37,11 +37,11 @@ class TorchSampler(Engine):
         adapter: LoraConfig | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a sampler without weights.
+        """Create a sampler without weights.
 
-        ``max_sequences`` limits the rows that are decoded together, and so the key-value cache. The samples of a prompt
-        are decoded together, however many they are. ``adapter`` gives the shapes of the factors that load_adapter will
-        bring.
+        ``max_sequences`` limits the rows that are decoded together, and so the key-value cache. All samples of a prompt
+        are decoded together, even if they exceed this limit. ``adapter`` gives the shapes of the factors that
+        load_adapter will bring.
         """
         largest = max({*stop_tokens, pad_token})
         if largest >= arch.vocab_size:
@@ -105,7 +105,7 @@ class TorchSampler(Engine):
         return completions
 
     def _uniforms(self, seeds: list[int], num_samples: int, params: SamplingParams) -> Tensor | None:
-        """Return a number for each token of the samples of each prompt, (N, R, 1), or None if the choice is greedy."""
+        """Return a random number for each token of each row, or None if the choice is greedy.  (N, R, 1)"""
         if params.temperature == 0:
             return None
         table = uniforms_of(seeds, num_samples, params.max_new_tokens)[..., None]
@@ -120,7 +120,7 @@ class TorchSampler(Engine):
         routed: bool,
         given: "Given | None",
     ) -> list[Completion]:
-        """Return ``num_samples`` completions of each prompt in one list, all computed at the same time."""
+        """Return ``num_samples`` completions of each prompt in one list. All are computed at the same time."""
         decoder, device, new_tokens = self.decoder, self.decoder.device, params.max_new_tokens
         rows = len(prompts) * num_samples
         uniforms = self._uniforms(seeds, num_samples, params)
@@ -128,7 +128,7 @@ class TorchSampler(Engine):
             prompts, num_samples, new_tokens, self.pad_token, lambda _: self.beat()
         )
         hidden = hidden.repeat_interleave(num_samples, 0)
-        # Results by time, then by row. Rows that have finished write to one more row, which nobody reads.
+        # Results by step, then by row. Rows that have finished write to an extra row, which nothing reads.
         tokens = torch.full((new_tokens, rows + 1), -1, device=device)
         logps = torch.zeros(new_tokens, rows + 1, device=device)
         shape = (new_tokens, rows + 1, sum(self.arch.moe_layers), self.arch.experts_per_token)
@@ -168,7 +168,10 @@ class TorchSampler(Engine):
         return answers
 
     def _answers(self, tokens: Tensor, logps: Tensor) -> list[Completion]:
-        """Return a completion for each row of sampled tokens, which are -1 after its end.  (N, R) twice"""
+        """Return a completion for each row. ``tokens`` are -1 after the end of a row.  (N, R) twice
+
+        Raises Tripped if a log-prob is not finite.
+        """
         answers = []
         generated = (tokens >= 0).sum(0).tolist()
         for count, row_tokens, row_logps in zip(generated, tokens.t().tolist(), logps.t().tolist(), strict=True):
@@ -180,9 +183,9 @@ class TorchSampler(Engine):
 
 
 class Given:
-    """The tokens of a wave that the environment gives. They are decoded like drawn tokens, which they replace.
+    """The tokens of a wave that the environment gives. They replace drawn tokens, and are decoded like them.
 
-    So a row keeps its keys and values, and its routes, over all of its turns.
+    So a row keeps its keys, values and routes over all of its turns.
     """
 
     def __init__(self, turns: Turns, wave: list[int], num_samples: int, new_tokens: int, is_stop: Tensor) -> None:
@@ -193,12 +196,15 @@ class Given:
         self.reasons: dict[int, str] = {}  # for the rows that have finished, by row
 
     def instead(self, n: int, row_ids: Tensor, token: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``n``-th tokens of the rows and their log-probs; given tokens replace drawn ones.  (R,) twice"""
+        """Return the ``n``-th tokens of the rows and their log-probs. Given tokens replace drawn ones.  (R,) twice"""
         given = self.tokens[n].index_select(0, row_ids)
         return torch.where(given >= 0, given, token), logp.masked_fill(given >= 0, 0.0)
 
     def ended(self, n: int, row_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return which rows finish with their ``n``-th token. Turns that end there get their answers.  (R,)"""
+        """Return which rows finish with their ``n``-th token. If only a turn ends, store the environment's answer.
+
+        -> (R,) bool
+        """
         running = row_ids < self.tokens.shape[1] - 1
         drawn = self.tokens[n].index_select(0, row_ids) < 0
         ended = self.may_end[tokens[n].index_select(0, row_ids)] & running & drawn
@@ -220,14 +226,14 @@ class Given:
         return ended
 
     def mark(self, answers: list[Completion]) -> None:
-        """Give the rows' answers their masks and reasons."""
+        """Set the mask and the finish reason of each row's completion."""
         for row, answer in enumerate(answers):
             answer.mask = (self.tokens[: len(answer.tokens), row] < 0).tolist()
             answer.finish_reason = self.reasons.get(row, "length")
 
 
 def check(cfg: Config, arch: Architecture, ranks: int) -> None:
-    """Accept the configuration: this engine runs every one that inputs/rules.py accepts."""
+    """Accept the configuration: this engine runs every configuration that inputs/rules.py accepts."""
 
 
 def open_engine(
@@ -238,7 +244,7 @@ def open_engine(
     pad_token: int,
     beat: Callable[[], None],
 ) -> TorchSampler:
-    """Open the sampler. Its caches grow with its rows, and it always has the routes, so it needs no limit or switch."""
+    """Open the sampler. It needs no limit for its caches, which grow as needed, and no switch to record routes."""
     return TorchSampler(
         arch,
         stop_tokens=stop_tokens,

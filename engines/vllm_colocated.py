@@ -7,11 +7,11 @@ NPU yet; the lockstep and the layout of groups and experts were tested on a CPU.
 
 A push needs no communication. In vLLM and in the trainer, tensor rank t has the same heads, columns and tokens of the
 vocabulary, and expert rank r the same experts. So each rank copies its shards. Their names are those of vLLM's
-parameters; the layout is the one that its NPU kernels read. E is the number of local experts, h the hidden size, and w
-the expert width.
+parameters, and their layout is the one that vLLM's NPU kernels read. E is the number of local experts, h the hidden
+size, and w the expert width.
 
-Every sample draws from its row of the table of uniform numbers (drawing.py), as in other layouts. So the ranks of a
-tensor group draw the same tokens, and the layout changes nothing but rounding.
+The tokens of a sample are drawn with its row of the table of uniform numbers (drawing.py), as in other layouts. So the
+ranks of a tensor group draw the same tokens, and the layout changes nothing but rounding.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -44,7 +44,7 @@ class ColocatedEngine(VllmEngine):
         self.take_parameters_as_they_are()
 
     def take_parameters_as_they_are(self) -> None:
-        """Let a push bring every parameter of the loaded model, in its shape."""
+        """Make a push bring the parameters of the loaded model, under vLLM's names and in vLLM's shapes."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if self.arch.tied_head:
             self.shapes.pop("lm_head.weight", None)  # load_weights copies the embedding to it
@@ -67,9 +67,10 @@ class ColocatedEngine(VllmEngine):
                     copy.copy_(tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged.
+        """Return the tensor on the engine's device, in its own dtype.
 
-        The parameter must represent its values exactly. It may be wider, as a router in fp32 is.
+        Raises InputError unless the parameter's dtype can represent all values of the tensor's dtype. The parameter may
+        be wider, as a router in fp32 is.
         """
         wanted = self.parameters[name].dtype
         if torch.promote_types(tensor.dtype, wanted) != wanted:
@@ -89,11 +90,11 @@ def shards(
     only: Collection[str] | None = None,
     experts: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's shards of what huggingface.export yields, under vLLM's names, with LoRA merged. Not collective.
+    """Yield this rank's shards of the model's tensors, under vLLM's names and with LoRA merged.
 
-    Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only`` and ``experts`` are those
-    of huggingface.export. The routed experts of a layer are two tensors in the trainer's layout: w13 (E, h, 2w), with
-    gate before up, and w2 (E, w, h).
+    This is not a collective. Each shard equals the slice that vLLM's loader would cut from the whole tensors. ``only``
+    and ``experts`` choose tensors as in huggingface.export. The routed experts of a layer are two tensors in the
+    trainer's layout: w13 (E, h, 2w), with gate before up, and w2 (E, w, h).
     """
     todo = list(huggingface.slots(model, arch, parallel))
     if only is not None:

@@ -2,8 +2,8 @@
 
 It runs on a CPU, with the version of requirements/cpu-vllm.txt. The parts for NPU and CUDA follow the sources of vLLM
 and vllm-ascend. A replica is `tensor` consecutive ranks that share one copy of the model. Its ranks must get the same
-prompts and seeds; other replicas sample other prompts. P is the number of prompts, S of samples per prompt, and K of
-experts per token.
+prompts and seeds; other replicas sample other prompts. P is the number of prompts, S of samples per prompt, R of rows
+(one per sample), N of new tokens, and K of experts per token.
 """
 
 import importlib.metadata
@@ -43,11 +43,11 @@ from plan.capacity import MOST_SEQUENCES, PREFILL_TOKENS
 from tasks.environment import Turn, Turns
 from weights import huggingface
 
-# -------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------- checks
 
 
 def check_installed(device_type: str) -> None:
-    """Raise InputError if vLLM is not installed for this device, or its environment overrides one of our arguments."""
+    """Raise InputError if vLLM is not installed for this device, or the environment overrides one of our arguments."""
     recipe = "on a CPU install requirements/cpu-vllm.txt with run_cpu.sh --vllm, or set rollout.engine to torch"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
@@ -71,16 +71,16 @@ def check_installed(device_type: str) -> None:
 class Row(NamedTuple):
     """One sample of a call."""
 
-    number: int  # its row of the random numbers
-    place: int  # number of its prompt in the call
+    number: int  # its row in the table of random numbers
+    place: int  # index of its prompt in the call
     prompt: list[int]
     answer: Completion  # so far
 
 
 def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
-    """Return the random numbers of ``rows``, from that of the next token on.  (R, N)
+    """Return the random numbers of ``rows``. The first number of a row is that of its next token.  (R, N)
 
-    vLLM draws the first number of a row for the first token of a request.
+    This is necessary because vLLM uses the first number for the first token that a request generates.
     """
     table = torch.zeros(len(rows), uniforms.shape[1], dtype=uniforms.dtype)
     for at, row in enumerate(rows):
@@ -93,7 +93,7 @@ class VllmEngine(Engine):
     """The engine in vLLM. See engines.interface.Engine for its calls; all ranks of a replica make the same calls.
 
     All ranks of a torch.distributed world create their engine at the same time. A world of several ranks must have been
-    started by torchrun. `check` refuses what the constructor cannot run.
+    started by torchrun. vllm_setup.check refuses configurations that the constructor cannot run.
     """
 
     lockstep = False  # True: all replicas must enter each `sample` together
@@ -119,8 +119,9 @@ class VllmEngine(Engine):
         """Start vLLM with random weights.
 
         Only config.json of ``model_dir`` is read. ``max_tokens`` counts prompt and completion together.
-        ``max_sequences`` is the number of rows that are decoded at once. With ``routed_experts``, the engine records
-        what return_routed_experts requests. ``adapter`` gives the shapes of the factors that load_adapter will bring.
+        ``max_sequences`` limits the rows that are decoded together. With ``routed_experts``, the engine records the
+        experts, which return_routed_experts needs. ``adapter`` gives the shapes of the factors that load_adapter will
+        bring.
         """
         self.arch, self.device, self.dtype, self.positions = arch, torch.device(device), dtype, max_tokens
         self.stop_tokens, self.routed_experts = sorted(stop_tokens), routed_experts
@@ -192,10 +193,10 @@ class VllmEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Do what Engine.load_weights says. vLLM gets a fused group once it is complete and finite.
+        """Implement Engine.load_weights. vLLM gets a fused group once it is complete and finite.
 
-        So a stream that brings one group after the other needs memory for only one group. After a failure the layers
-        are half loaded, and the engine samples no more.
+        So a stream that brings one group after the other needs memory for only one group. After a failure, some layers
+        may have new weights and others old ones, and the engine refuses to sample.
         """
         whole, self.ready = not self.ready, False
         groups = {name: huggingface.fused_group(name) for name in self.shapes}
@@ -236,9 +237,9 @@ class VllmEngine(Engine):
     def _complete_groups(
         self, named_tensors: Iterable[tuple[str, Tensor]], groups: dict[str, str], seen: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, cast, group by group.
+        """Cast the tensors, and yield them in whole fused groups.
 
-        ``groups`` maps a name to its fused group. ``seen`` collects the names that came.
+        ``groups`` maps a name to its fused group. The names of all tensors that arrive are added to ``seen``.
         """
         sizes = Counter(groups.values())
         held: dict[str, dict[str, Tensor]] = {}
@@ -263,9 +264,9 @@ class VllmEngine(Engine):
         routed: bool,
         turns: Turns | None,
     ) -> list[list[Completion]]:
-        """Do what Engine.sample says, with tokens from the table of engines.drawing, as the embedded sampler does.
+        """Implement Engine.sample. Tokens are drawn with the table of engines.drawing, as in the embedded sampler.
 
-        After a turn, vLLM gets another request with a row's tokens so far, whose keys and values are in the prefix
+        After a turn, vLLM gets another request with the row's tokens so far. Their keys and values are in the prefix
         cache.
         """
         uniforms = None
@@ -287,12 +288,15 @@ class VllmEngine(Engine):
     def _run(
         self, rows: list[Row], uniforms: Tensor | None, params: SamplingParams, routed: bool, turns: Turns | None
     ) -> None:
-        """Let vLLM continue the answers of ``rows`` to the end of a turn.  uniforms: (R, N), of all rows of the call"""
+        """Let vLLM continue the answers of ``rows`` to the end of a turn.
+
+        ``uniforms`` (R, N) has the random numbers of all rows of the call.
+        """
         import vllm
 
         self.draws.set_table(None if uniforms is None else _table(rows, uniforms))
-        # seed is its row of the table. logprobs=0 reports only the sampled token. With ignore_eos only stop_token_ids
-        # end a row.
+        # A request's seed is its row of the table. logprobs=0 reports only the log-prob of the sampled token. With
+        # ignore_eos, only stop_token_ids end a row.
         requests = [
             vllm.SamplingParams(
                 temperature=params.temperature,
@@ -317,7 +321,7 @@ class VllmEngine(Engine):
             self._continue(row, answer, routed)
 
     def _continue(self, row: Row, answer: Any, routed: bool) -> None:
-        """Append a RequestOutput of vLLM to the answer of ``row``, with its routes if they are ``routed``."""
+        """Append a RequestOutput of vLLM to the answer of ``row``; if ``routed``, also its routes."""
         (one,), answered = answer.outputs, row.answer
         tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
         assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
@@ -330,9 +334,10 @@ class VllmEngine(Engine):
             answered.routed_experts = routes if before is None else np.concatenate([before, routes[len(before) :]])
 
     def _replied(self, rows: list[Row], params: SamplingParams, turns: Turns) -> list[Row]:
-        """Give ``rows`` the replies of the environment, and return those that continue.
+        """Append the environment's replies to ``rows``, and return the rows that continue.
 
-        The ranks of a replica must continue with the same tokens, so only the first of them calls the environment.
+        The ranks of a replica must continue with the same tokens. So only the first rank calls the environment, and
+        sends the replies to the others.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -352,7 +357,7 @@ class VllmEngine(Engine):
         return [row for row in ended if not row.answer.finish_reason]
 
     def _go_on(self, going: list[Row], turns: Turns) -> bool:
-        """Return whether vLLM gets another request: in lockstep, if any rank has rows that continue."""
+        """Return whether vLLM must be called again. In lockstep, this is so if any rank has rows that continue."""
         if not self.lockstep:
             return bool(going)
         counts: list = [None] * dist.get_world_size()
@@ -370,7 +375,10 @@ class VllmEngine(Engine):
         return [output[: len(prompt)] for output in outputs]
 
     def _routes(self, routes: np.ndarray, rows: int) -> np.ndarray:
-        """Return vLLM's (rows, layers, K) without the dense layers, as uint8."""
+        """Return vLLM's routes (rows, layers, K) without the dense layers, as uint8.
+
+        Raises RuntimeError if they repeat an expert or have an id that no expert has.
+        """
         assert len(routes) == rows, (routes.shape, rows)
         if routes.shape[1] == self.arch.num_layers:
             routes = routes[:, list(self.arch.moe_layers)]
@@ -384,7 +392,7 @@ class VllmEngine(Engine):
         return routes.astype(np.uint8)
 
     def close(self) -> None:
-        """Destroy the groups and the shared memory of the replica. Another engine can follow."""
+        """Destroy the groups and the shared memory of the replica. Afterwards another engine can be opened."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         self.ready = False

@@ -1,6 +1,6 @@
 """Code that runs inside vLLM: corrections of its classes, and the functions that its workers run for vllm_engine.py.
 
-The worker functions use the model runner, because NPU workers have no reload_weights before 0.25.
+The worker functions use the model runner, because NPU workers have no reload_weights before version 0.25.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ LAYER = r"model\.layers\.\d+"  # the name of a decoder layer in vLLM's models
 
 
 def correct_cpu_defects(job: str) -> None:
-    """Correct two defects of vLLM 0.30.0 on a CPU in its classes, once. ``job`` is a name that only this job has.
+    """Patch classes of vLLM 0.30.0, once, to correct two defects on a CPU. ``job`` is a name that only this job has.
 
     1. The kernel reads the experts in a prepacked layout, but vLLM packs them only at the first load. After a reload
-    nothing fails, and the log-probabilities are wrong by 0.2.
+    there is no error, but the log-probabilities are wrong by 0.2.
     2. Tensor-parallel ranks share memory whose name is constant under torchrun. So two jobs on a machine collide, and a
-    job collides with the memory of a killed one (errno 17). Here the name contains the job, and it is unlinked as soon
-    as all ranks have mapped it, so that nothing remains.
+    job collides with the memory of a killed job (errno 17). Here the name contains ``job``. The memory is unlinked as
+    soon as all ranks have mapped it, so that nothing remains.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -57,10 +57,10 @@ def correct_cpu_defects(job: str) -> None:
 
 
 def clear_biases(worker) -> None:
-    """Set the biases of linear layers to 0, for a model without any.
+    """Set all biases to 0. Call this if the model should have none.
 
-    vLLM's Qwen2-MoE always has q, k, v biases. They contain random numbers at first, and in some versions other numbers
-    after every reload.
+    vLLM's Qwen2-MoE always has q, k and v biases. They contain random numbers at first, and in some versions new random
+    numbers after every reload.
     """
     for name, parameter in parameters(worker).items():
         if name.endswith(".bias"):
@@ -84,7 +84,7 @@ def parameters(worker) -> dict[str, Tensor]:
 
 
 def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
-    """Yield (number, module with the experts, ids of its experts in the order of its weights) of each MoE layer."""
+    """Yield, for each MoE layer, its number, the module with its experts, and their ids in the order of the weights."""
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
             local_index = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
@@ -94,10 +94,11 @@ def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
 
 
 def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
-    """Do what Engine.stacks says. ``in_sizes`` has the input sizes of gate_up_proj and of down_proj.
+    """Implement Engine.stacks. ``in_sizes`` has the input sizes of gate_up_proj and of down_proj.
 
-    The kernels of an NPU read (E, in, out), those of Triton (E, out, in); for another layout the result is {}. The
-    caller has to compare whether the values are in the order that the shapes promise.
+    The kernels of an NPU read (E, in, out), those of Triton (E, out, in). The result is {} for another layout, or if
+    the ids of the local experts are not consecutive. The caller must check that the values are in the order that the
+    shapes suggest.
     """
     found = {}
     for layer, module, owned in _moe_layers(worker):
@@ -111,7 +112,10 @@ def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
 
 
 def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
-    """Return the residual stream after each layer while ``run()`` runs one forward pass, or [] for a compiled model."""
+    """Call ``run()``, which makes one forward pass, and return the residual stream after each layer.
+
+    The result is [] for a compiled model.
+    """
     outputs: list[Tensor] = []
     layers = [module for name, module in worker.model_runner.model.named_modules() if re.fullmatch(LAYER, name)]
     with contextlib.ExitStack() as hooks:
@@ -124,17 +128,17 @@ def layer_outputs(worker, run: Callable[[], object]) -> list[Tensor]:
 
 
 class TableDraws:
-    """Draws the tokens of a worker's requests from a table of uniform numbers. A request's seed is its row there.
+    """Draws the tokens of a worker's requests with a table of uniform numbers.
 
-    The number of a token is at its position in the completion. So a request that vLLM preempts and continues draws the
-    same tokens. vLLM still does everything else: temperature and the log-probabilities. Nothing is truncated, because a
-    request of this project has no top-k and no top-p.
+    The row in the table is the seed of the request, and the column is the token's position in the completion. So a
+    request that vLLM preempts and continues draws the same tokens. vLLM still applies the temperature and computes the
+    log-probabilities. The distribution is not truncated, because this project's requests have no top-k and no top-p.
     """
 
     table: Tensor | None = None  # (requests, new tokens) of the call; None: vLLM draws (greedy calls, its warm-up)
 
     def __init__(self, runner, vllms_own: Callable) -> None:
-        """Take ``vllms_own``: the function of vLLM that this object replaces by one of its methods."""
+        """Create an object for ``runner``. One of its methods replaces vLLM's function ``vllms_own``."""
         self.runner, self.vllms_own, self.metadata, self.rows = runner, vllms_own, None, torch.empty(0)
 
     def set_table(self, table: Tensor | None) -> None:
@@ -145,7 +149,7 @@ class TableDraws:
         return pick(logits, self.table[rows, positions, None], 1.0)[0]
 
     def in_runner_1(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
-        """Replace TopKTopPSampler.forward of Model Runner V1: return tokens, and log-probabilities if needed."""
+        """Replace TopKTopPSampler.forward of Model Runner V1. Return tokens, and log-probabilities if needed."""
         if self.table is None:
             return self.vllms_own(logits, generators, k, p)
         batch, sampler = self.runner.input_batch, self.runner.sampler.topk_topp_sampler
@@ -160,22 +164,23 @@ class TableDraws:
         return self._draw(logits, self.rows, generated.to(logits.device).long()), logp
 
     def in_runner_2(self, logits: Tensor, mapping: Tensor, mapping_np, pos: Tensor, k, p, *more) -> tuple:
-        """Replace Sampler._sample_random of Model Runner V2: return tokens and logits.
+        """Replace Sampler._sample_random of Model Runner V2. Return tokens and logits.
 
-        ``mapping`` maps a row to its request slot.
+        ``mapping`` has the request slot of each row.
         """
         if self.table is None:
             return self.vllms_own(logits, mapping, mapping_np, pos, k, p, *more)
         slots = mapping.long()
-        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos: that of the last token that was fed
+        generated = pos + 1 - self.runner.req_states.prompt_len.gpu[slots]  # pos is that of the last input
         return self._draw(logits, self.runner.sampler.sampling_states.seeds.gpu[slots], generated), logits
 
 
 def draw_by_table(worker) -> TableDraws:
-    """Let the worker draw from tables. Raises InputError for a vLLM in which this is not possible.
+    """Make the worker draw from tables. Raises InputError if this is not possible in the installed vLLM.
 
-    Model Runner V1 of vLLM and of vllm-ascend calls topk_topp_sampler for every batch of random requests. Model Runner
-    V2 has _sample_random in vLLM 0.30; that of 0.23 draws inside a function that also applies penalties and bias.
+    Model Runner V1 of vLLM and of vllm-ascend calls topk_topp_sampler for every batch with requests that are not
+    greedy. Model Runner V2 has _sample_random in vLLM 0.30. In 0.23 it draws inside a function that also applies
+    penalties and bias.
     """
     runner, sampler = worker.model_runner, worker.model_runner.sampler
     if hasattr(sampler, "topk_topp_sampler"):

@@ -68,7 +68,7 @@ def open_engine(
 
 
 def _max_sequences(cfg: Config, arch: Architecture, ranks: int) -> int:
-    """Return the number of rows that are decoded together on ``ranks`` ranks."""
+    """Return the largest number of rows that one engine decodes together, if there are ``ranks`` ranks."""
     return capacity.max_sequences(
         cfg.rollout, cfg.eval, arch, ranks, prompt_tokens=cfg.data.max_prompt_tokens, dtype=cfg.model.dtype
     )

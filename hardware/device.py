@@ -1,6 +1,6 @@
-"""The device that the code runs on: its choice, its start-up, and corrections of Megatron. Operations: kernels.py.
+"""Chooses and starts the device that the code runs on, and corrects Megatron for it. kernels.py has the operations.
 
-It has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
+The code has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
 (tests/support/fake_npu.py). parallel_setup.open_world calls the start-up in this order, which matters: set_environment
 -> resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
@@ -35,7 +35,7 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 
 def set_environment(name: str, deterministic: bool) -> None:
-    """Set the environment variables that must exist before the first operation; ``name`` is that of resolve.
+    """Set the environment variables that must exist before the first operation; ``name`` is as in `resolve`.
 
     Existing values are kept. Raises InputError if one of them contradicts train.deterministic.
     """
@@ -56,9 +56,9 @@ def set_environment(name: str, deterministic: bool) -> None:
 def resolve(name: str) -> torch.device:
     """Return the device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
 
-    The first answer is cached, because torch.cuda means the NPU after MindSpeed is imported. Raises InputError if the
-    device cannot be used. With auto it is also raised if torch_npu is installed but does not work: its user does not
-    want to train on the CPU.
+    The first answer for a name is cached, because torch.cuda means the NPU after MindSpeed is imported. Raises
+    InputError if the device cannot be used. With auto it is also raised if torch_npu is installed but does not work,
+    because a user who has installed it does not want to train on the CPU.
     """
     if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
         _open_npu(name)
@@ -95,10 +95,11 @@ def adapt(device: torch.device) -> None:
     """Redirect Megatron's CUDA calls to the NPU. Raises RuntimeError if Megatron is imported already.
 
     If MindSpeed is installed, its adaptor does this. Ascend tests Megatron with MindSpeed, which may correct faults
-    that we have not seen. MindSpeed is not required. Our model needs only two of its corrections. torch.cuda must stand
-    for torch.npu, which transfer_to_npu of torch_npu does. torch.compile must do nothing, which import_megatron does.
-    Norms, attention, rotary embedding and experts are our own, and model/megatron_model.py switches off Transformer
-    Engine, apex and the CUDA kernels that MindSpeed replaces.
+    that we have not seen. MindSpeed is not required, because our model needs only two of its corrections. Calls of
+    torch.cuda must go to torch.npu; without MindSpeed, transfer_to_npu of torch_npu redirects them. torch.compile must
+    do nothing while Megatron is imported; import_megatron ensures this. Norms, attention, rotary embedding and experts
+    are our own, and model/megatron_model.py switches off Transformer Engine, apex and the CUDA kernels that MindSpeed
+    replaces.
     """
     if device.type != "npu":
         return
@@ -129,8 +130,8 @@ def adapt(device: torch.device) -> None:
 def _remove_dummies() -> None:
     """Remove the empty modules that MindSpeed has put into sys.modules for packages that are not installed.
 
-    vLLM and transformers would take them for the real ones: vLLM 0.23 imports flash_attn.ops if it finds flash_attn. A
-    dummy inside an installed package stays, because MindSpeed has added the name that this package lacks.
+    vLLM and transformers would use them as if they were real. For example, vLLM 0.23 imports flash_attn.ops if it finds
+    flash_attn. A dummy inside an installed package stays, because it adds a name that this package lacks.
     """
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     dummies = {name for name, file in files.items() if file == "mindspeed.dummy_module.py"}
@@ -140,7 +141,10 @@ def _remove_dummies() -> None:
 
 
 def select(device: torch.device) -> None:
-    """Make the visible device with number LOCAL_RANK the current one. Raises InputError if there is none."""
+    """Make the visible device with number LOCAL_RANK the current one. Raises InputError if it does not exist.
+
+    On a GPU, this also switches off cuDNN's attention.
+    """
     if device.type == "cpu":
         return
     module = getattr(torch, device.type)
@@ -152,15 +156,16 @@ def select(device: torch.device) -> None:
         )
     module.set_device(local_rank)
     if device.type == "cuda":
-        # Its backward pass returns NaN at some shapes (pytorch issue 196678), and each new shape costs half a second.
+        # cuDNN's backward pass returns NaN at some shapes (pytorch issue 196678). Each new shape costs half a second.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextlib.contextmanager
 def internal_formats_restored(device: torch.device) -> Iterator[None]:
-    """Restore at the end of this block whether torch_npu may tile tensors, which an import of vllm-ascend allows.
+    """Restore, at the end of this block, torch_npu's setting that says whether it may tile tensors.
 
-    It is a setting of the whole process, including the trainer. Its effect on the trainer is not known.
+    Importing vllm-ascend allows this for the whole process, including the trainer. The effect on the trainer is not
+    known.
     """
     if device.type != "npu":
         yield
@@ -178,10 +183,10 @@ def name(device: torch.device) -> str:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Make torch use deterministic kernels, and refuse operations that have none.
+    """Make torch use deterministic kernels, and raise an error for operations that have none.
 
-    With warnings instead of errors, torch's attention would still add its gradients in any order. On a CPU there is
-    nothing to do. set_environment sets the variables of the libraries that torch does not control.
+    If torch only warned, its attention would still add gradients in any order. On a CPU there is nothing to do.
+    set_environment sets the variables of the libraries that torch does not control.
     """
     if device.type != "cpu":
         torch.use_deterministic_algorithms(True)
@@ -194,7 +199,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def moment(device: torch.device) -> Any:
-    """Return when ``device`` has finished its work so far: an event in its stream, or on a CPU the time now."""
+    """Mark the moment when ``device`` will have finished its work so far.
+
+    The result is an event in the device's stream, or the current time on a CPU.
+    """
     if device.type == "cpu":
         return time.perf_counter()
     event = getattr(torch, device.type).Event(enable_timing=True)
@@ -203,7 +211,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Return the seconds from one `moment` to a later one, after waiting for the later one."""
+    """Return the seconds between two results of `moment`, after waiting for the later one."""
     if isinstance(first, float):
         return second - first
     second.synchronize()
@@ -211,7 +219,7 @@ def seconds_between(first: Any, second: Any) -> float:
 
 
 def median_milliseconds(job: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median wall time of ``job`` on ``device`` in ``repeats`` runs, with a wait for each run."""
+    """Return the median wall time of ``repeats`` runs of ``job``, each of which ends when ``device`` has finished."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)
@@ -223,7 +231,7 @@ def median_milliseconds(job: Callable[[], object], device: torch.device, repeats
 
 
 def release(device: torch.device) -> None:
-    """Free the memory that torch keeps for later tensors, so that an engine can use it."""
+    """Free the unused memory that torch keeps for later tensors, so that an engine can use it."""
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()
 
@@ -231,8 +239,8 @@ def release(device: torch.device) -> None:
 def peak_memory_gib(device: torch.device) -> float | None:
     """Return the peak GiB of device memory in use since the last call; None on a CPU, where it is not counted.
 
-    It is the peak of torch's tensors plus the memory that is now outside of torch's pool: runtime, driver and
-    communicators.
+    The result is the peak of torch's tensors plus the memory that is now used outside of torch's pool, by runtime,
+    driver and communicators.
     """
     if device.type == "cpu":
         return None
@@ -244,7 +252,10 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def group_options(device: torch.device, name: str):
-    """Return options of Megatron's process group ``name``: on HCCL the size of its buffer, otherwise None."""
+    """Return options for Megatron's process group ``name``, which set the size of its HCCL buffer.
+
+    The result is None on devices other than NPUs, and for groups that HCCL_BUFFER_MIB does not have.
+    """
     if device.type != "npu" or name not in HCCL_BUFFER_MIB:
         return None
     import torch_npu
@@ -255,9 +266,9 @@ def group_options(device: torch.device, name: str):
 
 
 def profiler(device: torch.device) -> Any:
-    """Return a profiler of the host and of ``device``, with start, stop and export_chrome_trace(path), as torch's.
+    """Return a profiler of the host and of ``device``, with the methods start, stop and export_chrome_trace(path).
 
-    It is torch.profiler, or the profiler of torch_npu, which has not been run.
+    It comes from torch.profiler, or on an NPU from torch_npu, whose profiler has not been run.
     """
     if device.type == "npu":
         from torch_npu import profiler as module
@@ -285,10 +296,10 @@ def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
     At its import, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a second,
-    for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import. An
-    object replaces each module in UNUSED. A stand-in for triton itself would make torch use it as the real one. If
-    Megatron cannot import torch's distributed tensors, it works without them. Code that imports them after this
-    function gets the real ones.
+    for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import. A fake
+    replaces each module in UNUSED. triton itself is not replaced, because torch would use a fake triton as the real
+    one. Megatron works without torch's distributed tensors, so its import of them is made to fail, which saves time.
+    Code that imports them after this function gets the real ones.
     """
     if device.type == "cpu":
         redirect_cuda()
@@ -308,7 +319,7 @@ def import_megatron(device: torch.device) -> None:
 
 
 class _NoStream:
-    """Replaces torch.cuda.Stream and Event, and a module: every method does nothing and returns the object itself."""
+    """A fake of torch.cuda.Stream, torch.cuda.Event or a module. Every method only returns the object itself."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
@@ -320,7 +331,10 @@ class _NoStream:
 
 
 def redirect_cuda() -> None:
-    """Redirect, on a CPU, the torch.cuda calls of megatron.core at its import, at building and at running a model."""
+    """Redirect megatron.core's calls of torch.cuda to the CPU.
+
+    megatron.core makes them when it is imported, and when it builds or runs a model.
+    """
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     torch.cuda.current_stream = lambda *args: _NoStream()
@@ -332,17 +346,20 @@ def redirect_cuda() -> None:
 
 
 def _correct_megatron(device: torch.device) -> None:
-    """Replace functions of megatron.core: rotary embedding, order of experts' rows; on a CPU RNG state, split sizes."""
+    """Replace megatron.core's functions for the rotary embedding and the order of the experts' rows.
+
+    On a CPU, also replace those for the state of the random generator and for split sizes.
+    """
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # 0.16.1 reads this name without importing it when there is no TE.
+    # Megatron 0.16.1 reads this name without importing it if Transformer Engine is not installed.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     # The model computes cos and sin once per forward pass (megatron_model.build), instead of twice in every layer.
     attention.apply_rotary_pos_emb = lambda x, cos_sin, *args, **kwargs: kernels.rotary(x, *cos_sin)
-    returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.19.2
+    returns_more = "align_size" in inspect.signature(moe_utils.permute).parameters  # as in 0.19.2
     token_dispatcher.permute = functools.partial(_permute, more=(None, None) if returns_more else ())
     token_dispatcher.unpermute = lambda rows, order, *args, **kwargs: kernels.combine_rows(rows, order)
     if device.type != "cpu":
@@ -358,14 +375,16 @@ def _correct_megatron(device: torch.device) -> None:
 def _permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, *, more: tuple = (), **unused
 ) -> tuple:
-    """Return a row for each expert of each token, its probability, and the order of the rows, by expert, then by token.
+    """Return a row for each expert of each token, the rows' probabilities, and their order: by expert, then by token.
 
-    Megatron's version finds the rows by masked_select, twice. The host waits each time for the number of rows, which is
-    known, because all tokens have the same number k of experts. ``more`` has the other results that Megatron expects.
+    Megatron's version finds the rows by masked_select, twice. Each time the host waits for the number of rows, although
+    it is known, because all tokens have the same number k of experts. ``more`` has the other results that Megatron
+    expects.
+
     (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order
     """
     experts_per_token = num_out_tokens // len(tokens)
-    # The chosen experts get the values E, E - 1 and so on, so those of a token come in their order.
+    # Expert e gets the value E - e if it is chosen, so that topk returns the experts of a token in ascending order.
     worth = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.float32, device=tokens.device)
     experts = (routing_map * worth).topk(experts_per_token).indices  # (n, k)
     sorted_pairs = kernels.sortable(experts.flatten()).argsort(stable=True)
@@ -377,9 +396,10 @@ def _permute(
 
 
 def keep_row_counts_on_device(dispatcher) -> None:
-    """Let one rank's dispatcher pass on the rows, which are already sorted by expert, and their counts.
+    """Make a dispatcher pass on the rows, which are already sorted by expert, and their counts.
 
-    Megatron's version copies the counts to the host, waits for them, and sorts the rows again by them.
+    This is only for a model without expert parallelism. Megatron's version copies the counts to the host, waits for
+    them, and sorts the rows again.
     """
     dispatcher.cuda_dtoh_point = "no_sync"
     dispatcher._maybe_update_cuda_sync_point = lambda point: None

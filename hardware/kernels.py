@@ -1,9 +1,9 @@
-"""Operations with one meaning on all devices: by torch on a CPU or GPU, by torch_npu on an NPU.
+"""Operations that mean the same on all devices. torch computes them on a CPU or GPU, and torch_npu on an NPU.
 
 The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code has run on imitations of the kernels of
 torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/machines/test_npu.py).
 
-The models of facts/architectures.py keep the documented rules of these kernels, which the imitation checks at each
+The models of facts/architectures.py satisfy the documented rules of these kernels, which the imitation checks at each
 call. N is the number of rows, E of local experts, h the input width, and o the output width.
 """
 
@@ -23,7 +23,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU. checks/dry_run.py replaces this, because its stand-in has another type."""
+    """Return whether ``device`` is a GPU. checks/dry_run.py replaces this function to simulate a GPU."""
     return device.type == "cuda"
 
 
@@ -37,8 +37,8 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tenso
     """Multiply row block e of ``x`` by ``weight[e]``.  (N, h), (E, h, o), (E,) -> (N, o)
 
     The rows are sorted by expert. Autograd computes a weight gradient only for a weight that requires it, so frozen
-    experts need no (E, h, o) gradient. ``ends`` is the cumulative sum of
-    ``tokens_per_expert`` in int32, if it is known.
+    experts need no (E, h, o) gradient. ``ends`` is the cumulative sum of ``tokens_per_expert`` in int32, if the caller
+    has computed it.
     """
     if x.device.type == "npu":
         if len(weight) == 1 or not len(x):  # the kernel needs at least two groups and one row
@@ -52,11 +52,11 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tenso
 
 
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
-    """Do grouped_mm with frozen int4 experts: row block e of ``x`` times matrix e, transposed.  (N, in) -> (N, out)
+    """Multiply row block e of ``x`` by the transpose of the frozen int4 matrix e.  (N, in) -> (N, out)
 
-    Forward and backward dequantise at most PIECE bytes at one time, of all experts. A piece of some experts would need
-    the numbers of their rows, for which the CPU would wait for the device. The kernels of an NPU that accept codes have
-    no backward pass for scales per group, so all devices multiply as grouped_mm does.
+    Forward and backward dequantise at most PIECE bytes at a time: some rows or columns of all experts. If a piece had
+    whole matrices of some experts, the CPU would need the numbers of their rows, and would wait for the device. The NPU
+    kernels that accept int4 codes have no backward pass for scales per group, so all devices multiply with grouped_mm.
     """
     return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
 
@@ -75,7 +75,10 @@ class _QuantisedGroupedMatmul(torch.autograd.Function):
 
 
 def _grouped_mm_takes(weight: Tensor) -> bool:
-    """Return whether torch's kernel accepts this weight: rows that start on 16-byte boundaries, and on CUDA bf16."""
+    """Return whether torch's kernel accepts ``weight``.
+
+    Its rows and columns must be multiples of 16 bytes, and on CUDA it must be bf16.
+    """
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
 
@@ -83,8 +86,8 @@ def _grouped_mm_takes(weight: Tensor) -> bool:
 class _GroupedMatmul(torch.autograd.Function):
     """grouped_mm with torch_npu's kernel.
 
-    MindSpeed's version also computes the gradient of frozen experts, which costs as much as the forward pass and a
-    tensor as large as all local experts.
+    MindSpeed's version also computes the gradient of frozen experts. That takes as long as the forward pass, and needs
+    a tensor as large as all local experts.
     """
 
     @staticmethod
@@ -104,10 +107,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> Tensor:
-    """Compute the grouped product.
+    """Compute the grouped product with torch_npu.
 
-    group_type 0 splits the rows of ``x`` into groups; 2 sums over the rows of each group. group_list_type 1: ``counts``
-    are the sizes of the groups. split_item 3: one output tensor.
+    group_type 0 splits the rows of ``x`` into groups; group_type 2 sums over the rows of each group. group_list_type 1
+    means that ``counts`` has the sizes of the groups, and split_item 3 that there is one output tensor.
     """
     return _npu().npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=1
@@ -120,7 +123,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     For bf16 ``x`` the product with the weight is rounded once, so a weight that bf16 can represent gives the same bits
     in fp32 and bf16.
     """
-    if x.device.type == "npu" and x.dtype == weight.dtype:  # the formula for other pairs of types
+    if x.device.type == "npu" and x.dtype == weight.dtype:  # other pairs of types use the formula
         return _npu().npu_rms_norm(x, weight, eps)[0]
     if on_gpu(x.device) and x.dtype == weight.dtype:  # one kernel instead of seven
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -147,7 +150,8 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     """rms_norm in fp32.
 
-    torch has no fused kernel for a CPU; with autograd over its parts, both passes take three times as long.
+    torch has no fused kernel for a CPU. With autograd over the separate operations, both passes would take three times
+    as long.
     """
 
     @staticmethod
@@ -173,21 +177,21 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Order(NamedTuple):
-    """The rows of the experts, sorted by expert and then by token. There are n tokens, each with k experts."""
+    """The order of the experts' rows: by expert, then by token. There are n tokens, each with k experts."""
 
     rows: Tensor  # (n k,) the token of each row
     inverse: Tensor  # (n, k) the rows of each token, by ascending expert
 
 
 def dispatch_rows(tokens: Tensor, order: Order) -> Tensor:
-    """Return a copy of each token's row for each of its experts, in the order of ``order``.  (n, h) -> (n k, h)"""
+    """Copy each token's row once for each of its experts, in ``order``.  (n, h) -> (n k, h)"""
     return _DispatchRows.apply(tokens, *order)
 
 
 def combine_rows(rows: Tensor, order: Order) -> Tensor:
-    """Sum the rows of each token, in a fixed order, rounded once.  (n k, h) -> (n, h)
+    """Sum the rows of each token in a fixed order, and round once.  (n k, h) -> (n, h)
 
-    Megatron adds them by scatter_add_, in bf16 with a rounding for each row, and on an accelerator in any order.
+    Megatron's scatter_add_ rounds after each row in bf16, and adds in any order on an accelerator.
     """
     return _CombineRows.apply(rows, *order)
 
@@ -222,7 +226,7 @@ def _summed(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 class Sequences(NamedTuple):
-    """S sequences, one after the other in queries and in keys. The queries of a sequence are its last tokens."""
+    """S sequences, concatenated. Each one has keys for all of its tokens, and queries only for its last tokens."""
 
     query_ends: Tensor  # (S + 1,) int32, from 0
     key_ends: Tensor  # (S + 1,) int32, from 0
@@ -239,14 +243,17 @@ def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequ
 
 
 def takes_sequences(query: Tensor) -> bool:
-    """Return whether sequence_attention has a kernel for such queries: torch's flash attention, in 16 bits on a GPU."""
+    """Return whether sequence_attention has a kernel for ``query``: torch's flash attention, on a GPU in 16 bits.
+
+    The head size must be a multiple of 8 and at most 256, and torch must be 2.11 or later.
+    """
     d = query.shape[-1]
     return on_gpu(query.device) and query.dtype in HALF and d % 8 == 0 and d <= 256 and _varlen_attention() is not None
 
 
 @functools.cache
 def _varlen_attention() -> Callable[..., Tensor] | None:
-    """Return torch's attention of sequences of any length, or None before torch 2.11.
+    """Return torch's attention for sequences of different lengths, or None before torch 2.11.
 
     2.11 accepts fewer key/value heads than heads without a flag; later versions need the flag.
     """
@@ -261,26 +268,29 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
 
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale: float) -> Tensor:
-    """Compute causal attention within each sequence, without mask or padding. takes_sequences must accept ``query``.
+    """Compute causal attention within each sequence, without a mask or padding.
 
-    The last query of a sequence sees all of its keys.  (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d)
+    takes_sequences must be true for ``query``. The last query of a sequence sees all of the sequence's keys.
+
+    (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d)
     """
     return _varlen_attention()(query, key, value, *sequences, scale=scale, window_size=(-1, 0))
 
 
 def sortable(numbers: Tensor) -> Tensor:
-    """Return whole numbers below 2^24 in a type that their device itself sorts.
+    """Return integers below 2^24 in a dtype that their device can sort.
 
-    An NPU sorts int64 on the CPU of its host, so MindSpeed's permute (moe_utils.py) sorts fp32, which is exact here.
+    An NPU sorts int64 on the host's CPU. So on an NPU they become fp32, which is exact for these numbers, as in
+    MindSpeed's permute (moe_utils.py).
     """
     return numbers.float() if numbers.device.type == "npu" else numbers
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index], which may contain an index several times.  (M, ...), (K,) -> (K, ...)
+    """Return x[index]. ``index`` may contain a number several times.  (M, ...), (K,) -> (K, ...)
 
-    The gradients of an index are summed in fp32 and in a fixed order. On a GPU index_put_ sorts them, while the
-    backward pass of index_select adds in any order.
+    On a GPU, the gradients for the same number are summed in fp32 and in a fixed order, because index_put_ sorts them.
+    The backward pass of index_select would add them in any order.
     """
     return _Take.apply(x, index) if on_gpu(x.device) else x.index_select(0, index)
 
@@ -298,16 +308,19 @@ class _Take(torch.autograd.Function):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Compute causal attention; groups of query heads share a key/value head.  (b, heads, T, d) -> (b, heads, T, d)"""
+    """Compute causal attention. A group of query heads may share a key/value head.
+
+    (b, heads, T, d), (b, kv heads, T, d) twice -> (b, heads, T, d)
+    """
     if query.device.type == "npu":  # sparse_mode 2: causal, aligned at the first query and key
         return _npu_attention(query, key, value, scale, _causal_mask(query.device), sparse_mode=2)
     return _torch_attention(query, key, value, scale, is_causal=True)
 
 
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **kind: Any) -> Tensor:
-    """Compute torch's attention. On a GPU each query head gets a separate copy of the keys.
+    """Compute attention with torch. On a GPU each query head gets a separate copy of its keys and values.
 
-    device.select switches cuDNN's kernels off there. Only one of the others accepts shared key/value heads together
+    device.select switches off cuDNN's kernels on a GPU. Only one other kernel accepts shared key/value heads together
     with a mask or in fp32, and it stores all scores in memory.
     """
     if on_gpu(query.device):
@@ -318,25 +331,32 @@ def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads: (b, kv heads, T, d) -> (b, heads, T, d).  The backward pass of expand is a sum in a fixed order."""
+    """Repeat each key/value head for its query heads.  (b, kv heads, T, d) -> (b, heads, T, d)
+
+    The backward pass of expand sums in a fixed order.
+    """
     b, kv_heads, tokens, d = x.shape
     return x[:, :, None].expand(b, kv_heads, heads // kv_heads, tokens, d).flatten(1, 2)
 
 
 @functools.cache
 def _causal_mask(device: torch.device) -> Tensor:
-    """Return the mask that sparse_mode 2 needs for every T: true where a query must not attend.  -> (2048, 2048)"""
+    """Return the mask that sparse_mode 2 needs, whatever T is. It is true where a query must not attend.
+
+    -> (2048, 2048)
+    """
     with torch.inference_mode(False):  # the sampler may create it, and the trainer's backward pass use it
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Compute attention where ``mask``, made by attention_mask, allows it.
+    """Compute attention where ``mask``, a result of attention_mask, allows it.
 
     Every query must see at least one key; otherwise its result is undefined.
+
     (b, heads, S, d), (b, kv heads, T, d) twice, (b, 1, S, T) -> (b, heads, S, d)
     """
-    if query.device.type == "npu":  # sparse_mode 0: any mask; by default its band of tokens covers all keys
+    if query.device.type == "npu":  # sparse_mode 0 accepts any mask; by default its band covers all keys
         return _npu_attention(query, key, value, scale, mask, sparse_mode=0)
     return _torch_attention(query, key, value, scale, attn_mask=mask.to(query.dtype))
 
@@ -344,8 +364,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
 def attention_mask(hidden: Tensor) -> Tensor:
     """Return the mask that masked_attention needs; ``hidden`` is true where a query must not attend.
 
-    On an NPU it is bool, because op-plugin computes attention with any other mask by its formula, in fp32. On other
-    devices it is fp32 with -inf there, which a layer in bf16 casts.
+    On an NPU the mask is bool. With any other mask, op-plugin would compute attention by its formula, in fp32. On other
+    devices it is fp32, with -inf where a query must not attend; a layer in bf16 casts it.
     """
     if hidden.device.type == "npu":
         return hidden
@@ -353,7 +373,7 @@ def attention_mask(hidden: Tensor) -> Tensor:
 
 
 def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor, sparse_mode: int) -> Tensor:
-    """Call torch_npu's kernel, which has its own backward."""
+    """Call torch_npu's kernel, which has its own backward pass."""
     return _npu().npu_fusion_attention(
         query.contiguous(),
         key.contiguous(),
@@ -369,7 +389,7 @@ def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidd
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(first half) * second half.  (..., 2 w) -> (..., w)"""
-    if gate_up.device.type == "npu" and gate_up.numel():  # the kernel accepts no empty tensor: experts without rows
+    if gate_up.device.type == "npu" and gate_up.numel():  # the kernel refuses the empty tensor of experts without rows
         return _npu().npu_swiglu(gate_up.contiguous(), dim=-1)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
@@ -377,7 +397,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     """Compute swiglu(gate_up) times the probability of each row.  (N, 2 w), (N,) -> (N, w)"""
-    if gate_up.device.type == "npu":  # npu_swiglu has its own backward
+    if gate_up.device.type == "npu":  # npu_swiglu has its own backward pass
         return swiglu(gate_up) * probs.unsqueeze(-1).to(gate_up.dtype)
     return _WeightedSwiglu.apply(gate_up, probs)
 
@@ -385,7 +405,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
 class _WeightedSwiglu(torch.autograd.Function):
     """weighted_swiglu on a CPU or GPU. It saves only its inputs, and writes its gradient into one tensor.
 
-    Autograd over its parts would save two more (N, w) and concatenate the gradient from two halves.
+    Autograd over the separate operations would save two more tensors (N, w), and join two halves of the gradient.
     """
 
     @staticmethod
@@ -410,12 +430,13 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute the rotary embedding x cos + (-second, first) sin, of the two halves of each head.  (..., d) -> (..., d)
+    """Compute the rotary embedding x cos + (-second, first) sin. First and second are the halves of each head.
 
-    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d); ``cos`` and ``sin`` have size 1 for b and heads.
+    ``x`` is (T, b, heads, d), (b, T, heads, d) or (T, heads, d). ``cos`` and ``sin`` have size 1 for b and heads.
+    The result has the shape of ``x``.
     """
     if x.device.type == "npu":
-        if x.dim() == 3:  # as (T, 1, heads, d): older versions of the kernel accept only four axes
+        if x.dim() == 3:  # as (T, 1, heads, d), because older versions of the kernel need four axes
             return _npu().npu_rotary_mul(x[:, None].contiguous(), cos[:, None], sin[:, None])[:, 0]
         return _npu().npu_rotary_mul(x.contiguous(), cos, sin)
     first, second = x.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ from facts.exits import InputError
 from facts.limits import INT4_GROUP
 
 WORD = 8  # codes in one int32, the first one in the lowest bits
-ALIGNED = 64  # rows or columns: whole groups, and addresses that matrix products accept
+ALIGNED = 64  # pieces have a multiple of this many rows or columns, for whole groups and aligned addresses
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Packed:
         return Packed(self.codes[experts], self.scales[experts])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
-        """Yield views of all experts that cover the matrices in order, along out or along the input.
+        """Yield views that cover the matrices in order. A view has some rows (``along_out``) or columns of all experts.
 
-        The matrices of a piece have at most ``most_bytes``, or ALIGNED rows or columns.
+        The dequantised matrices of a view take at most ``most_bytes`` together. If ALIGNED rows or columns take more, a
+        view has ALIGNED of them.
         """
         experts, out, inputs = self.shape
         whole, across = (out, inputs) if along_out else (inputs, out)
@@ -62,7 +63,10 @@ class Packed:
         self.scales.copy_(other.scales)
 
     def checked(self, name: str) -> "Packed":
-        """Return itself. Raises InputError with ``name`` if its numbers are not all finite. Codes start at -8."""
+        """Return self. Raises InputError with ``name`` if a scale or a possible weight is not finite.
+
+        The largest possible weight is -8 times its scale, because the lowest code means -8.
+        """
         if not (self.scales.float() * 8).to(self.dtype).isfinite().all():
             raise InputError(
                 f"{name}: in int4 its scales, or the weights that they give, have values that are not finite in "
@@ -71,9 +75,9 @@ class Packed:
         return self
 
     def dequantised(self) -> Tensor:
-        """Return the matrix, computed in fp32 and rounded once.  -> (..., out, in)
+        """Return the matrices, computed in fp32 and rounded once.  -> (..., out, in)
 
-        The codes are separated as bytes, because on int32 a CPU takes three times as long.
+        The codes are separated from bytes, because a CPU takes three times as long to separate them from int32.
         """
         pairs = self.codes.view(torch.uint8)
         values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).float().sub_(8)
@@ -81,7 +85,10 @@ class Packed:
         return groups.mul_(self.scales.float()[..., None]).flatten(-2).to(self.dtype)
 
     def inputs(self, every: int) -> Tensor:
-        """Return `dequantised` at every n-th input (n = ``every``), without the others.  -> (..., out, in / every)"""
+        """Return every n-th column of `dequantised` without computing the others. n is ``every``.
+
+        -> (..., out, in / every)
+        """
         positions = torch.arange(0, self.shape[-1], every, device=self.codes.device)
         pairs = self.codes.view(torch.uint8).index_select(-1, positions // 2)
         values = torch.where(positions % 2 == 0, pairs & 15, pairs >> 4).float().sub_(8)
@@ -90,14 +97,14 @@ class Packed:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Return storage for a quantised (..., out, in) of a model of type ``dtype``."""
+    """Return uninitialised storage for quantised matrices of ``shape`` (..., out, in), in a model of type ``dtype``."""
     *outer, inputs = shape
     codes = torch.empty(*outer, inputs // WORD, dtype=torch.int32)
     return Packed(codes, torch.empty(*outer, inputs // INT4_GROUP, dtype=dtype))
 
 
 def quantise(weight: Tensor) -> Packed:
-    """Return the codes and scales of a matrix or a stack, or of a shard of whole groups.  (..., out, in) -> Packed"""
+    """Quantise a matrix, a stack of matrices, or a shard that has whole groups.  (..., out, in) -> Packed"""
     groups = weight.unflatten(-1, (-1, INT4_GROUP))
     scales = groups.abs().amax(-1) / 7.5  # half of the 15 steps from the lowest to the highest code
     scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -107,9 +114,9 @@ def quantise(weight: Tensor) -> Packed:
 
 
 def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:
-    """Return the whole frozen tensor ``name`` of the model ``base`` as the trainer has it; an expert through its codes.
+    """Return the whole frozen tensor ``name`` of the model ``base`` as the trainer has it.
 
-    ``quantisation`` is model.quantisation.
+    ``quantisation`` is model.quantisation. If it is not none, an expert is quantised and dequantised.
     """
     weight = base[name].to(dtype)
     if quantisation == "none" or ".mlp.experts." not in name:
