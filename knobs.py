@@ -363,7 +363,7 @@ class AqnConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Routing replay: a token is trained on the experts that sampled it (r3) or those of the old policy's pass (r2)."""
+    """Routing replay: the trainer routes each token as the sampler did (r3) or as the old policy's pass did (r2)."""
 
     mode: Literal["off", "r2", "r3"] = knob(
         "off", "r3: the engine's routes (arXiv 2510.11370); r2: the trainer's routes"

@@ -1,1 +1,1 @@
-"""Compares speed and memory with other programs. Nothing imports this room."""
+"""Compares the speed and memory use of this code with those of other programs. Nothing imports this room."""

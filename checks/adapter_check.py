@@ -149,8 +149,8 @@ def of_prompt(rows: list, prompt: list[int]) -> list[float]:
 def in_server(expected: dict, url: str) -> Program:
     """Return a program that queries an OpenAI-compatible server.
 
-    The server must return the log-probs of a prompt, either as prompt_logprobs, as vLLM does, or with echo, as in the
-    older API.
+    The server must return the log-probs of a prompt, either as prompt_logprobs, as vLLM does, or with echo, a parameter
+    of OpenAI's older completions API.
     """
     url = url.rstrip("/")
     models = [model["id"] for model in ask(f"{url}/v1/models")["data"]]

@@ -161,7 +161,7 @@ def rounding_push(right: Any, changed: Function) -> Any:
 
 
 def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
-    """Sample the completions for training with weights of 3, 4 or 8 bits, as an int8 or int4 engine does.
+    """Sample the training completions with weights of 3, 4 or 8 bits, as an int8 or int4 engine does.
 
     Embedding, head, norms, biases, routers and the gates of shared experts are not rounded. ``right`` is the class
     Push. With ``down``, the weights are rounded down instead of to the nearest multiple.

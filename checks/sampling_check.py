@@ -89,9 +89,10 @@ def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
 def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
     """Return all statistics. Each has ``right``, a ``text`` and ``values``, most of them with one value per replica.
 
-    In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has many first
-    tokens after each prompt, and ``logp`` the trainer's log-probs there. `chi_square` tests the tokens of ``first``
-    separately for each replica. `repeats` compares the completions of a prompt in ``batch`` across all replicas.
+    In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has many samples of
+    the first token after each prompt, and ``logp`` the trainer's log-probs there. `chi_square` tests the tokens of
+    ``first`` separately for each replica. `repeats` compares the completions of a prompt in ``batch`` across all
+    replicas.
     """
     repeated, expected, p_value = repeats(batch, replicas)
     same = (batch.tokens[:, 0] == again.tokens[:, 0]).double().view(-1, replicas, batch.rewards.shape[1])

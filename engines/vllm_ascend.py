@@ -65,7 +65,7 @@ def arguments(enforce_eager: bool, max_sequences: int) -> dict:
 
 @contextlib.contextmanager
 def original_compile(enforce_eager: bool) -> Iterator[None]:
-    """Make torch.compile the original function in this block if graphs are captured, and undo this at the end.
+    """Restore the original torch.compile in this block if graphs are captured, and undo this at the end.
 
     Raises InputError if graphs need the original, but it was replaced before this file was imported.
     """

@@ -68,7 +68,7 @@ def clear_biases(worker) -> None:
 
 
 def reload(worker, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Load tensors under their Hugging Face names, in whole fused groups."""
+    """Load ``named_tensors``, which have their Hugging Face names and come in whole fused groups."""
     from vllm.config import set_current_vllm_config
 
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):

@@ -1,7 +1,7 @@
 """Facts about each engine that the program needs before the engine exists. A new engine needs a row here and a module.
 
 The module defines `check` and `open_engine`, which check_engine and open_engine in engines/factory.py call. This file
-imports nothing of the project.
+imports nothing from the project.
 """
 
 from typing import Literal, NamedTuple

@@ -405,7 +405,10 @@ def _replicas(tensor: int, arch: Architecture, ranks: int) -> Iterator[str]:
 
 
 def _cache(rollout: RolloutConfig, row_tokens: int, needed: int) -> Iterator[str]:
-    """Yield a message if a rank's cache is too small. The longest row, of ``row_tokens``, needs ``needed`` MiB."""
+    """Yield a message if a rank's cache is too small for the longest row.
+
+    This row has ``row_tokens`` tokens and needs ``needed`` MiB.
+    """
     if needed > rollout.kv_cache_mib:
         yield (
             f"rollout.kv_cache_mib: {rollout.kv_cache_mib} is too small for one row of {row_tokens} tokens; "

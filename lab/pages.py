@@ -84,7 +84,8 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
-        f"![Learning curves](results/{CURVES})\n![Shares of losses that corrections recover](results/{RECOVERED})"
+        f"![Learning curves](results/{CURVES})"
+        + f"\n![Shares of the lost accuracy that corrections recover](results/{RECOVERED})"
         + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns)
         + f"\n![Points against the share of an update that arrives](results/{ARRIVAL})" * bool(plan.arrival),
     ]

@@ -150,7 +150,7 @@ def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
 
 
 def _sequence(rows: list[_Row], b: int, width: int) -> tuple[list[int], Starts, Tensor, Tensor]:
-    """Lay out the packed sequence: every prompt once, then the own tokens of each row.
+    """Lay out the packed sequence: every prompt once, then each row's own tokens.
 
     Returns Packing's source without filler, the prompts' Starts, and Packing's index and prompt_length.
     """

@@ -121,8 +121,8 @@ class Machine:
         """Return the version of a package, of Python or of CANN.
 
         Return None if it is not installed, and "?" if only its folder is found, without a version. For torch, return
-        the version in torch/version.py. There a build for CUDA has a suffix such as "+cu128", which the wheel's version
-        may lack.
+        the version in torch/version.py. In that file, a build for CUDA has a suffix such as "+cu128", which the wheel's
+        version may lack.
         """
         if name == "Python":
             return platform.python_version()

@@ -319,7 +319,7 @@ def make(
 
 
 def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> dict[str, Pairs]:
-    """Draw the pairs of each of KINDS that the model has, and combine them into the kinds of TOGETHER and OWN_A."""
+    """Draw pairs for each kind in KINDS that the model has, and combine them into the kinds of TOGETHER and OWN_A."""
     kinds = {kind: pairs for kind in KINDS if (pairs := _sized(kind, arch, value, base, say))}
     for kind, parts in TOGETHER.items():
         if there := [part for part in parts if part in kinds]:
