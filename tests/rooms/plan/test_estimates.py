@@ -621,6 +621,17 @@ def test_a_teacher_adds_a_pass_of_the_policy_to_the_operations() -> None:
     assert (shares[1] - shares[0]) * 10.0 * 1e12 * 4 == pytest.approx(by_hand(ROWS, 1, 1, 1, 1), rel=2e-3)
 
 
+def test_passes_with_merged_weights_save_a_product_of_the_factors_and_half_a_product_backwards() -> None:
+    """With staleness, a pass computes the older log-probs, and the engine does not share the merged weights."""
+    apart, merged = (
+        load_config(CONFIG[0], [*CONFIG[1], "rollout.staleness=1", f"rollout.sync={sync}"])
+        for sync in ("adapter", "merged")
+    )
+    assert merged.merging is Merging.PASSES
+    shares = [utilisation.speed(cfg, QWEN3, ROWS, ROWS, TIMING, 4, 1e12, NEW)["perf/mfu"] for cfg in (apart, merged)]
+    assert (shares[0] - shares[1]) * 10.0 * 1e12 * 4 == pytest.approx(by_hand(ROWS, 0, 0, 0, 1.5), rel=0.02)
+
+
 def test_the_peak_is_known_for_the_devices_of_the_data_sheets_in_bf16_alone() -> None:
     for kind, name, peak in (
         ("npu", "Ascend910_9392", 376e12),
