@@ -299,6 +299,11 @@ def checked(folder: Path, fault: Plant, dtype: str = "bf16", layout: str = "EP2"
     return codes, json.loads((folder / "found.json").read_text()), text
 
 
+def test_a_check_of_all_ranks_without_a_configuration_asks_for_one(capsys) -> None:
+    assert kernels_check.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: CONFIG: missing; give a YAML file")
+
+
 def test_a_sound_trainer_and_sampler_agree_and_every_expert_is_met(tmp_path) -> None:
     codes, found, text = checked(tmp_path, planted.nothing, layout="TP2")
     assert codes == [0, 0] and not found["wrong"] and "WRONG" not in text, text

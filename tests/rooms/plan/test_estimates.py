@@ -30,7 +30,7 @@ from knobs import Config, LoraConfig, Merging, OptimConfig, ParallelConfig
 from learner import Learner
 from model import batches, megatron_model
 from model.routing_replay import RouterLoad
-from plan import capacity, grid, memory, parameters, roofline, update_kept, utilisation
+from plan import capacity, grid, memory, parameters, roofline, update_kept, utilisation, way
 from plan.grid import WHOLE, RankGrid
 from plan.memory import step_memory
 from runlog.log import RunLog
@@ -687,3 +687,21 @@ def test_the_shares_of_a_run_are_those_of_the_matrices_that_it_trains(target: st
     rates = [1e-5 * (step + 1) / 5 for step in range(5) for _ in range(4)]
     for at, signal in enumerate((0.0, update_kept.SIGNAL)):
         assert found["step 5"][at] == pytest.approx(simulated(rates, signal, 64, rank, 512, columns), rel=0.06)
+
+
+# ------------------------------------------------------------------------------------------- one copy of the experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        (["rollout.sync=adapter"], True),  # the engine gets the base's experts unchanged
+        (["rollout.sync=adapter", "model.quantisation=int4"], False),  # the trainer's are codes
+        (["rollout.sync=merged"], True),
+        (["rollout.sync=merged", "rollout.staleness=1", "loss.importance=token"], False),  # another policy samples
+        (["rollout.sync=merged", "model.dtype=fp32"], False),  # the trainer does not merge
+    ],
+)
+def test_trainer_and_engine_share_experts_only_if_both_compute_with_the_same_numbers(changes, shared: bool) -> None:
+    cfg = load_config("configs/tiny_cpu.yaml", ["parallel.expert=1", "model.dtype=bf16", *changes])
+    assert way.Way(cfg, grid.of(cfg.parallel, cfg.rollout, 1), "cpu").shares(adapted=True) is shared
