@@ -8,6 +8,7 @@ import agents
 import apart
 import pytest
 import training
+from tiers import asked, ci
 
 from facts.exits import InputError
 from inputs.config import to_yaml
@@ -32,6 +33,7 @@ CASES = {
     "r2": {"replay__mode": "r2", "loss__kind": "gspo", "loss__aggregate": "seq-mean-token-mean"},
     "dynamic": {"rollout__dynamic_rounds": 2, "loss__aggregate": "dr-grpo", "loss__mask_truncated": True},
 }
+NAMES = ["plain", "r3", ci("r2"), ci("dynamic")]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +41,10 @@ def runs(model, tmp_path_factory) -> dict[str, Path]:
     """Each case in one rank and in two, and a case with smaller micro-batches."""
     out = tmp_path_factory.mktemp("turns")
     jobs = {}
-    for case, changes in CASES.items():
+    for case in asked(NAMES):
         for layout in ("TP1", "EP2", "TP2_EP2"):
             name = f"{case} {layout}"
-            jobs[name] = layout, training.config(model, out / name.replace(" ", "_"), **TURNS | changes)
+            jobs[name] = layout, training.config(model, out / name.replace(" ", "_"), **TURNS | CASES[case])
     few = TURNS | {"optim__tokens_per_micro_batch": 300}
     jobs["few TP1"] = "TP1", training.config(model, out / "few", **few)
     jobs["none TP1"] = (
@@ -53,14 +55,14 @@ def runs(model, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("layout", ["EP2", "TP2_EP2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMES)
 def test_every_layout_has_the_same_turns(case: str, layout: str, runs) -> None:
     training.assert_same_metrics(runs[f"{case} {layout}"], runs[f"{case} TP1"])
 
 
 def test_the_environments_tokens_are_counted_apart(runs) -> None:
     training.assert_same_metrics(runs["few TP1"], runs["plain TP1"])
-    for case in CASES:
+    for case in asked(NAMES):
         for row in training.metrics(runs[f"{case} TP1"]):
             assert row["environment/turns_mean"] > 1.2 and row["environment/tokens_mean"] > 0.5
             assert row["rollout/logp_gap_max"] < 1e-4 and (case != "r3" or row["replay/differing_frac"] < 1e-3)

@@ -459,7 +459,7 @@ def test_two_ranks_of_a_cpu_are_judged_and_a_line_names_each_failed_test(fault: 
 
 def test_a_package_that_cannot_be_imported_fails_the_tests_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("raise ImportError('planted: not this transformers')")
-    done = self_test(TINY, "--ranks", "1", PYTHONPATH=str(tmp_path), PYTEST_ADDOPTS="-k TP1")
+    done = self_test(TINY, "--ranks", "1", PYTHONPATH=str(tmp_path), PYTEST_ADDOPTS="-k gradients_and_their_norm")
     assert done.returncode == 1 and "ImportError: planted: not this transformers" in done.stdout, done
 
 

@@ -375,12 +375,12 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(content: str, sai
     ("body", "said"),
     [
         ("import slow", ""),
-        ("from slow import x", ""),
-        ("import importlib; importlib.import_module('slow')", ""),
-        ("time.sleep(0.7); import slow", ""),
+        ci("from slow import x", ""),
+        ci("import importlib; importlib.import_module('slow')", ""),
+        ci("time.sleep(0.7); import slow", ""),
         ("import slow; time.sleep(9)", "took more than 2 s and was ended"),
         ("import slow; import slow; import broken", "ValueError: broken"),
-        ("import slow; import ends", "ended its process (exit code 5)"),
+        ci("import slow; import ends", "ended its process (exit code 5)"),
     ],
 )
 def test_the_import_of_packages_takes_none_of_a_calls_seconds(body: str, said: str, tmp_path: Path, capfd) -> None:
