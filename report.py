@@ -77,6 +77,8 @@ def rerun_commands(record: Record, results: Path) -> str:
         lines.append(f"{write} {quoted(f'{folder}/{model}')}" if kept else other)
     elif not from_package:
         lines.append(f"# put the model into {ascii(model)}, and the data where its config says")
+    if teacher := record.config["loss"].get("teacher"):
+        lines.append(f"# put the teacher into {ascii(teacher)}; the top of the sweep's file says how it was made")
     lines.append(f"cd {folder}")
     machine = record.environment
     if record.config["device"] == "cpu":

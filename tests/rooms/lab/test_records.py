@@ -541,6 +541,9 @@ def test_rerun_prints_checkout_weights_installation_and_command(project: Path, c
     text = report.rerun_commands(packaged, project / "results")
     assert "set_up cpu smol" in text and ".venv/bin/python weights/smol_model.py" in text
     assert "put the model into" in report.rerun_commands(record._replace(config=own), project / "results")
+    taught = record.config | {"loss": record.config["loss"] | {"teacher": "models/teacher"}}
+    text = report.rerun_commands(record._replace(config=taught), project / "results")
+    assert "\n# put the teacher into 'models/teacher'" in text
 
 
 def test_what_a_record_says_is_never_run_as_shell_text(project: Path, tmp_path: Path) -> None:
