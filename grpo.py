@@ -49,7 +49,7 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
     if not torch.isfinite(rewards).all():
         raise ValueError("rewards: found NaN or infinity; give finite numbers")
     if callable(norm):
-        return norm(rewards)
+        return norm(rewards.clone())  # a function of the user may change it in place
     if norm == "zero":
         return torch.zeros_like(rewards)
     group_size = rewards.shape[1]

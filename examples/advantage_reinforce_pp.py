@@ -1,6 +1,6 @@
 """An example of your own advantage: REINFORCE++ with the group's mean as its baseline (arXiv 2501.03262).
 
-    python train_grpo.py configs/tiny_cpu.yaml loss.advantage=examples/advantage_reinforce_pp.py:advantages
+    bash run_cpu.sh loss.advantage=examples/advantage_reinforce_pp.py:advantages
 
 As in GRPO, the baseline of a question is the mean reward of its completions. The scale, however, comes from all
 completions of the step. So a question on which nearly all completions agree does not count more than one on which they

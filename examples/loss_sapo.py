@@ -1,6 +1,6 @@
 """An example of your own loss: SAPO, soft adaptive policy optimisation (arXiv 2511.20347).
 
-    python train_grpo.py configs/tiny_cpu.yaml loss.kind=examples/loss_sapo.py:sapo
+    bash run_cpu.sh loss.kind=examples/loss_sapo.py:sapo
 
 SAPO does not clip the ratio. Instead, a smooth gate weighs each token. The gradient is largest where the ratio r is 1,
 and decreases on both sides, faster for tokens with a negative advantage.

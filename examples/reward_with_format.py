@@ -1,6 +1,6 @@
 """An example of your own reward: most of the score is for the right number, and a part is for the answer's form.
 
-python train_grpo.py configs/tiny_cpu.yaml reward.function=examples/reward_with_format.py:score
+bash run_cpu.sh reward.function=examples/reward_with_format.py:score
 """
 
 import re

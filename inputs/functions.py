@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from knobs import LossConfig, RewardConfig, RolloutConfig
 
 NEEDED = "give FILE.py:NAME, a Python file and a function in it"
+# Names of metrics actor/NAME that the trainer itself measures for every loss.
+MEASURED = {"policy_loss", "loss", "kl_loss", "teacher_kl", "entropy", "grad_norm", "lr"}
+FINITE = "NaN or infinity; return finite numbers"
 
 
 def load(key: str, named: str, *arguments: str) -> Callable[..., Any]:
@@ -142,28 +145,52 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 
 
 def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
-    """Call the user's advantage and loss functions once, with small tensors. Raises InputError as the run would."""
+    """Call the user's advantage and loss functions once, with small tensors. Raises InputError as the run would.
+
+    It is also raised if the losses are not finite, or give the log-probs no gradient.
+    """
     of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
         return
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(rollout.prompts_per_step, rollout.group_size, generator=generator)
     if callable(of_rewards):
+        rewards = torch.rand(rollout.prompts_per_step, rollout.group_size, generator=generator)
+        rewards[0] = 1.0  # most runs have groups whose rewards are equal
         of_rewards(rewards)
     if callable(of_tokens):
         from grpo import LossInputs
 
-        logp, clip = -rewards[:2], (loss.clip_low, loss.clip_high, loss.dual_clip)
-        of_tokens(LossInputs(logp, logp.clone(), rewards[:2], torch.ones_like(logp), *clip))
+        logp, noise = -torch.rand(2, 2, 8, generator=generator)
+        better = torch.tensor([[1.0], [-1.0]]).expand(2, 8)
+        clip = loss.clip_low, loss.clip_high, loss.dual_clip
+        given = LossInputs(logp.requires_grad_(), logp.detach() + 0.1 * (noise + 0.5), better, torch.ones(2, 8), *clip)
+        losses, _ = of_tokens(given)
+        if fault := _gradient_fault(losses, logp):
+            raise InputError(f"loss.kind: {loss.kind} returned {fault}")
+
+
+def _gradient_fault(losses: Tensor, logp: Tensor) -> str:
+    """Return what is wrong with the losses or with the gradient that they give to ``logp``, or ""."""
+    import torch
+
+    if not losses.isfinite().all():
+        return FINITE
+    if not losses.requires_grad:
+        return "losses without a gradient; compute them from logp, and do not detach them"
+    (gradient,) = torch.autograd.grad(losses.sum(), logp, allow_unused=True)
+    if gradient is None or not gradient.any():
+        return "losses whose gradient by logp is 0; compute them from logp, and do not detach it"
+    return "" if gradient.isfinite().all() else "losses whose gradient by logp is NaN or infinite"
 
 
 def compare_orders(loss: LossConfig) -> None:
     """Raise InputError unless the user's advantage and loss functions are reproducible and independent of row order.
 
     Each row must get the same result in any order of the rows. For an advantage, the same holds for the order of the
-    completions of a question.
+    completions of a question. For a loss, each row must get the same result with fewer other rows, because the number
+    of ranks and the size of micro-batches decide which rows come together.
     """
     import torch
 
@@ -188,8 +215,15 @@ def compare_orders(loss: LossConfig) -> None:
             return of_tokens(given)[0] * mask[order]
 
         plain, again = losses(torch.arange(4)), losses(torch.arange(4))
+        if not plain.isfinite().all():
+            raise InputError(f"loss.kind: {loss.kind} returned {FINITE}")
         alike = plain.equal(again) and losses(rows).allclose(plain[rows], atol=1e-5)
         _require(alike, "loss.kind", loss.kind)
+        if not losses(torch.arange(2)).allclose(plain[:2], atol=1e-5):
+            raise InputError(
+                f"loss.kind: {loss.kind} depends on the other rows of its micro-batch; return the same result for each "
+                "row with any other rows, because loss.aggregate divides by the tokens of the whole update"
+            )
 
 
 def _require(alike: bool, key: str, named: str) -> None:
@@ -202,20 +236,24 @@ def _require(alike: bool, key: str, named: str) -> None:
 
 def _shape(result: Any) -> tuple[int, ...] | str:
     """Return the shape of a tensor, or the name of the type of any other value."""
-    return tuple(result.shape) if hasattr(result, "shape") else type(result).__name__
+    import torch
+
+    return tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
 
 
 def _check_advantages(rewards: Tensor, result: Any) -> str:
     found = _shape(result)
     if found != tuple(rewards.shape):
         return f"{found} for the advantages; return a tensor of shape {tuple(rewards.shape)}"
-    return "" if result.isfinite().all() else "NaN or infinity; return finite numbers"
+    return "" if result.isfinite().all() else f"{FINITE}, also for a group whose rewards are equal"
 
 
 def _check_losses(inputs: Any, result: Any) -> str:
     shape = tuple(inputs.logp.shape)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         return f"{_shape(result)}; return the losses {shape} and a dictionary of metrics {shape}"
+    if own := MEASURED & result[1].keys():
+        return f"the metric {min(own)}, which the trainer measures itself; give it another name"
     for name, found in {"the losses": result[0], **result[1]}.items():
         if _shape(found) != shape:
             return f"{_shape(found)} for {name}; return a tensor of shape {shape}"

@@ -97,6 +97,39 @@ def flat(x):
     return x.logp.sum(), {}
 
 
+def in_place(rewards):
+    rewards -= rewards.mean(dim=1, keepdim=True)
+    return rewards
+
+
+def without_epsilon(rewards):
+    return (rewards - rewards.mean(dim=1, keepdim=True)) / rewards.std(dim=1, keepdim=True)
+
+
+def as_array(rewards):
+    return rewards.numpy()
+
+
+def detached(x):
+    return -x.advantages * (x.logp - x.old_logp).detach(), {}
+
+
+def of_others(x):
+    return -x.advantages * x.logp.detach() + 0 * x.logp, {}
+
+
+def unbounded(x):
+    return x.logp / (x.logp - x.logp), {}
+
+
+def divided(x):
+    return -x.advantages * (x.logp - x.old_logp).exp() / x.mask.sum(), {}
+
+
+def named_as_the_trainers(x):
+    return -x.advantages * x.logp, {"entropy": x.logp}
+
+
 def silent(turns, row):
     """No answer: after an end token a row ends, after other texts the policy goes on."""
     return None if turns[-1].endswith("<|im_end|>") else ""

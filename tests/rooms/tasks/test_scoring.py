@@ -20,7 +20,7 @@ import reward_gsm8k as reward
 from facts.exits import InputError
 from inputs import functions
 from inputs.config import load_config
-from knobs import Config, DataConfig, EvalConfig, RewardConfig
+from knobs import Config, DataConfig, EvalConfig, LossConfig, RewardConfig
 from run import input_check
 from runlog import run_record
 from tasks import math_answers, scoring
@@ -612,6 +612,11 @@ def inputs() -> grpo.LossInputs:
     return grpo.LossInputs(logp, old, advantages, torch.ones(1, 2), 0.2, 0.2, 0.0)
 
 
+def tried(**names: str) -> None:
+    loss = LossConfig(**{key: f"{OWN}:{name}" for key, name in names.items()})
+    functions.try_out(loss, load_config("configs/tiny_cpu.yaml").rollout)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -624,11 +629,32 @@ def inputs() -> grpo.LossInputs:
         (lambda: functions.advantage(f"{OWN}:two"), "missing a required argument"),
         (lambda: functions.token_loss(f"{OWN}:one_value")(inputs()), "returned (1, 2); return the losses (1, 2)"),
         (lambda: functions.token_loss(f"{OWN}:flat")(inputs()), "() for the losses; return a tensor of shape (1, 2)"),
+        (
+            lambda: functions.advantage(f"{OWN}:as_array")(torch.ones(2, 3)),
+            "ndarray for the advantages; return a tensor",
+        ),
+        (lambda: tried(advantage="without_epsilon"), "NaN or infinity; return finite numbers, also for a group whose"),
+        (lambda: tried(kind="detached"), "losses without a gradient; compute them from logp"),
+        (lambda: tried(kind="of_others"), "losses whose gradient by logp is 0; compute them from logp"),
+        (lambda: tried(kind="unbounded"), "NaN or infinity; return finite numbers"),
+        (lambda: tried(kind="named_as_the_trainers"), "the metric entropy, which the trainer measures itself"),
     ],
 )
 def test_a_fault_of_an_advantage_or_a_loss_is_one_line(call, said: str) -> None:
     message = refused(call)
     assert message.startswith("loss.") and said in message, message
+
+
+@pytest.mark.parametrize("name", ["loss", "sapo"])
+def test_a_loss_with_a_gradient_is_accepted(name: str) -> None:
+    file = OWN if name == "loss" else f"{EXAMPLES}/loss_sapo.py"
+    functions.try_out(LossConfig(kind=f"{file}:{name}"), load_config("configs/tiny_cpu.yaml").rollout)
+
+
+def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:
+    rewards = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
+    assert grpo.group_advantages(rewards, functions.advantage(f"{OWN}:in_place")).tolist() == [[-0.5, 0.5], [0, 0]]
+    assert rewards.tolist() == [[0, 1], [1, 1]]
 
 
 def test_a_function_takes_the_place_of_a_formula() -> None:
@@ -691,6 +717,8 @@ def test_the_loss_of_the_example_is_sapo() -> None:
         ("loss.advantage", "by_place", "depends on the order of its rows"),
         ("loss.advantage", "by_column", "depends on the order of its rows"),
         ("loss.kind", "by_row", "depends on the order of its rows"),
+        ("loss.kind", "divided", "depends on the other rows of its micro-batch"),
+        ("loss.kind", "unbounded", "returned NaN or infinity"),
         ("reward.function", "by_chance", "scores an answer differently"),
     ],
 )
