@@ -234,6 +234,9 @@ def whole_number(text: str) -> int:
 @records.of_others
 def view(run: Path, args: argparse.Namespace) -> list[str]:
     """Return the lines of the view of ``run`` that the options choose."""
+    for folder in [run, *(Path(name) for name in args.diff or () if not name.isdecimal())]:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: not the folder of a run; give out/RUN (for a record, see results/README.md)")
     kind, number = ("step", args.step) if args.eval is None else ("eval", args.eval)
     if args.diff:
         sides = [(run, int(name)) if name.isdecimal() else (Path(name), look.LAST) for name in args.diff]
@@ -256,7 +259,7 @@ def view(run: Path, args: argparse.Namespace) -> list[str]:
 def check(results: Path, page: Path, revision: str) -> int:
     """Print every fault of the records and the pages, and return the exit code."""
     faults = changed_records(results, revision) + pages.stale(results, page)
-    said = "\n".join(faults) or f"{page}: agrees with the records in {results}"
+    said = "\n".join(faults) or f"{page} and the other pages of report.py build: agree with the records in {results}"
     print(said, file=sys.stderr if faults else sys.stdout)
     return int(bool(faults))
 
@@ -293,7 +296,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--against", metavar="REV", default="", help="with --check: records must only have grown since then"
     )
     parser.add_argument("--results", type=path_option, default=ROOT / "results", help="folder of the records")
-    parser.add_argument("--page", type=path_option, default=ROOT / "RESULTS.md")
+    parser.add_argument(
+        "--page", type=path_option, default=ROOT / "RESULTS.md", help="page of the results; its folder has the others"
+    )
     verbs = parser.add_subparsers(dest="verb")
     adding = verbs.add_parser("add", help="store finished runs")
     adding.add_argument("runs", nargs="+", type=path_option, metavar="out/RUN")

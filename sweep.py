@@ -28,7 +28,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 from pydantic import Field, NonNegativeInt
 
-from checks.planted_fault import named_faults
+from checks.planted_fault import named_faults, refuse_idle
 from facts.exits import InputError, Tripped
 from facts.root import ROOT
 from facts.variables import ON_CPU
@@ -126,6 +126,7 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
     of_seed = [text.replace("{seed}", str(seed)) for text in sweep.each_seed]
     overrides = [f"name={name}", *sweep.overrides, *variant.overrides, *of_seed, *extra]
     cfg = load_config(ROOT / sweep.config, overrides)
+    refuse_idle(variant.fault, cfg)
     if cfg.name != name:  # two jobs with one name would write and resume each other's runs
         raise InputError(f"override name: found {cfg.name}; remove it, because a sweep names its jobs")
     if cfg.train.seed != seed:  # the name contains the seed, which must be the record's
@@ -313,7 +314,7 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for all jobs")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="overrides for all jobs")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--local", action="store_true", help="run without Ray; jobs that reserve only CPUs run side by side"

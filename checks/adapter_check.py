@@ -403,7 +403,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", type=path_option, help="for the trainer only, followed by overrides"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--stack", required=True, type=text_option, help="the program: see below, or docs/adapters.md")
     parser.add_argument("--dtype", choices=FLOOR, default="float32", help="the type in which the program computes")
     parser.add_argument("--only", metavar="WORD", default="", help="use only probes with this word in their names")

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from facts.exits import InputError
 from facts.seeds import derive_seed
-from inputs.config import command
+from inputs.config import command, resolve_config
 from inputs.files import shown
-from knobs import Merging
+from knobs import Config, Merging
 
 Function = Callable[..., Any]
 
@@ -354,6 +354,16 @@ FAULTS = {
     "flips": Fault("rollout.sample", flips),
     "noise": Fault("rollout.sample", noise, r"\d+(\.\d+)?"),
 }
+# Maps a fault of the method to the configurations in which it changes nothing, as a condition and in words.
+IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "inverted_weights": (lambda c: not c.loss.corrects, "loss.importance is none or uncorrected"),
+    "reversed_clip": (
+        lambda c: c.loss.kind == "cispo" or c.optim.prompts_per_update == c.rollout.prompts_per_step,
+        "loss.kind is cispo, or each rollout has one update (optim.prompts_per_update is rollout.prompts_per_step)",
+    ),
+    "permuted_teacher": (lambda c: not c.loss.teacher, "there is no loss.teacher"),
+    "foreign_routes": (lambda c: c.replay.mode == "off", "replay.mode is off"),
+}
 
 
 def named_faults(text: str) -> list[tuple[str, Function]]:
@@ -372,6 +382,14 @@ def _named_fault(text: str) -> tuple[str, Function]:
     return place, lambda right: wrong(right, *filter(None, [value]))
 
 
+def refuse_idle(text: str, cfg: Config) -> None:
+    """Raise InputError if a fault in ``text`` changes nothing in a run with this configuration."""
+    for name in text.split("+"):
+        changes_nothing, reason = IDLE.get(name, (lambda c: False, ""))
+        if changes_nothing(cfg):
+            raise InputError(f"fault: {name} changes nothing, because {reason}; choose another fault or configuration")
+
+
 def plant(text: str) -> None:
     """Replace the correct functions with the faulty ones. Raises InputError for an unknown fault."""
     for place, wrong in named_faults(text):
@@ -381,11 +399,18 @@ def plant(text: str) -> None:
 
 @command
 def main(arguments: list[str]) -> int:
-    plant(arguments[0] if arguments else "")
+    text = arguments[0] if arguments else ""
+    plant(text)
     import parallel_setup
     import train_grpo
 
-    return parallel_setup.run_command(train_grpo.main, arguments[1:])
+    def resolve(*given: Any) -> tuple[Config, list[str]]:
+        cfg, notes = resolve_config(*given)
+        refuse_idle(text, cfg)
+        return cfg, notes
+
+    with mock.patch("run.command.resolve_config", resolve):
+        return parallel_setup.run_command(train_grpo.main, arguments[1:])
 
 
 if __name__ == "__main__":

@@ -143,7 +143,8 @@ def command_line(prog: str, about: str, **config: Any) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
     of_config: dict[str, Any] = {"help": "YAML file, e.g. configs/qwen3.yaml", "type": path_option}
     parser.add_argument("config", **of_config | config)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    # Without a default, argparse calls the overrides required in its message about a missing CONFIG.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     return parser
 
 

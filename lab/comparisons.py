@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from facts.exits import InputError
+from facts.root import ROOT
 from inputs.files import read_file, validated
 from lab.records import Part
 
@@ -159,6 +160,26 @@ class Plan(Part):
     turns: dict[str, str] = {}  # the same for the figure about an environment
     arrival: Arrival | None = None  # the figure about rounding
     families: list[Family]
+
+
+def refuse_unfillable(plan: Plan, path: Path, recorded: set[str]) -> None:
+    """Raise InputError if a family without records names a variant that neither its sweep nor a record has.
+
+    ``path`` is the plan's, and ``recorded`` has the variants of all records. A sweep is a file of this checkout. If it
+    is FILE of COMMIT, it is not read.
+    """
+    for family in plan.families:
+        entries = family.entries + family.controls
+        if " of " in family.sweep or recorded & {entry.method for entry in entries}:
+            continue
+        known = recorded | {*(read_file(ROOT / family.sweep).get("variants") or {})}
+        for entry in entries:
+            for key, name in {"method": entry.method, "base": entry.base}.items():
+                if name not in known:
+                    raise InputError(
+                        f"{path}: {family.name}: {key}: {name} is no variant of {family.sweep} and no record; name "
+                        "one of its variants"
+                    )
 
 
 def read_plan(path: Path) -> Plan:

@@ -43,7 +43,9 @@ def stale(results: Path, page: Path) -> list[str]:
 
 def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
     """Return the plan, the steps of all records, and the comparisons."""
-    plan, steps = comparisons.read_plan(results / "plan.yaml"), records.load(results)
+    path = results / "plan.yaml"
+    plan, steps = comparisons.read_plan(path), records.load(results)
+    comparisons.refuse_unfillable(plan, path, {*steps["variant"]})
     return plan, steps, comparisons.compare(steps, plan)
 
 

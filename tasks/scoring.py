@@ -343,13 +343,18 @@ def score_of(value: Any) -> Score | Failure:
         said = dict(named) if isinstance(named, dict) else {"score": named}
         reward, found = said.pop("score"), said.pop("found", True)
         correct = said.pop("correct", float(reward) >= 1.0)
-        parts = {f"{name}": f"{part}" if isinstance(part, str) else float(part) for name, part in said.items()}
-        score = Score(float(reward), bool(found), bool(correct), parts=parts)
+        score = Score(float(reward), bool(found), bool(correct))
     except (TypeError, ValueError, KeyError):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
+    parts: dict[str, float | str] = {}
+    for name, part in said.items():
+        try:
+            parts[f"{name}"] = f"{part}" if isinstance(part, str) else float(part)
+        except (TypeError, ValueError):
+            return Failure(f"returned {value!r:.80}; part {name!r:.40} is {part!r:.40}; make it a number or a text")
     numbers = [part for part in parts.values() if isinstance(part, float)]
     if not all(map(math.isfinite, [score.reward, *numbers])):
         return Failure(f"returned {value!r:.80}; return a finite number")
     if isinstance(reward, str | bytes) or (found, correct) != (score.found, score.correct):
         return Failure(f"returned {value!r:.80}; {NEEDED}")
-    return score
+    return score._replace(parts=parts)

@@ -21,6 +21,7 @@ from sampled import FREE, Model, assert_alike, embedded
 from torch import Tensor
 from vllm_ranks import PROMPTS, SEEDS
 
+import parallel_setup
 from checks import planted_fault
 from checks.planted_fault import named_faults
 from engines import torch_sampler
@@ -420,6 +421,28 @@ def test_an_engine_that_cannot_be_disturbed_is_refused(fault: str) -> None:
 def test_an_unknown_fault_is_refused_in_one_line(text: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert planted_fault.main([text, "configs/bench.yaml"]) == 2
     assert f"error: fault: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "reason"),
+    [
+        ("inverted_weights", [], "loss.importance is none or uncorrected"),
+        ("rounded=3+inverted_weights", [], "loss.importance is none or uncorrected"),
+        ("reversed_clip", [], "loss.kind is cispo, or each rollout has one update"),
+        ("reversed_clip", ["optim.prompts_per_update=8", "loss.kind=cispo"], "loss.kind is cispo, or"),
+        ("permuted_teacher", [], "there is no loss.teacher"),
+        ("foreign_routes", [], "replay.mode is off"),
+    ],
+)
+def test_a_fault_that_changes_nothing_is_refused(
+    text: str, overrides: list[str], reason: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controls of the repository's sweeps are not refused; a test of the sweeps loads them."""
+    monkeypatch.setattr(planted_fault, "plant", lambda _: None)  # it would last until the process ends
+    monkeypatch.setattr(parallel_setup, "run_command", lambda main, arguments: main(arguments))  # the other exits
+    assert planted_fault.main([text, "configs/bench.yaml", *overrides, "--check"]) == 2
+    name = text.split("+")[-1]
+    assert f"error: fault: {name} changes nothing, because {reason}" in capsys.readouterr().err
 
 
 def train(folder: Path, *script: str) -> tuple[str, str, list[dict]]:

@@ -212,6 +212,14 @@ def test_a_path_of_an_option_is_expanded_and_a_variable_in_it_is_refused(
     assert code == 2 and "not '$HOME" in error and "a path without shell variables" in error
 
 
+def test_only_the_configuration_is_required(capsys: pytest.CaptureFixture) -> None:
+    parser = config.command_line("train_grpo.py", "About.")
+    with pytest.raises(SystemExit):
+        parser.parse_intermixed_args([])
+    assert capsys.readouterr().err.endswith("the following arguments are required: config\n")
+    assert parser.parse_intermixed_args(["a.yaml"]).overrides == []
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

@@ -1,5 +1,6 @@
 """Comparisons with intervals, the curves of a run, and sweeps."""
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -197,6 +198,26 @@ def test_a_plan_with_a_fault_is_refused_in_one_line(tmp_path: Path, text: str, s
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_a_family_that_no_run_can_fill_is_refused() -> None:
+    """stale_0 is a variant of the sweep, and base has records. If the method has records, the sweep is not read."""
+    there, absent = "configs/sweeps/stale.yaml", "configs/sweeps/none.yaml"
+    neither = f"is no variant of {there} and no record; name one of its variants"
+    for method, base, file, said in (
+        ("stale_1", "stale_0", there, ""),
+        ("stale_1", "base", there, ""),
+        ("stale_1", "stale_00", there, f"plan.yaml: f: base: stale_00 {neither}"),
+        ("stale_01", "base", there, f"plan.yaml: f: method: stale_01 {neither}"),
+        ("stale_1", "stale_0", absent, f"{absent}: cannot be read"),
+        ("base", "stale_00", absent, ""),
+        ("stale_1", "stale_00", f"{absent} of 0123456", ""),
+    ):
+        entries = [Entry(method=method, base=base, title="t")]
+        family = Family(name="f", section="s", sweep=file, entries=entries)
+        plan = Plan(findings=[], sections={"s": "t"}, curves={}, families=[family])
+        with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+            comparisons.refuse_unfillable(plan, Path("plan.yaml"), {"base"})
+
+
 # --------------------------------------------------------------------------------------------------------------- curves
 
 
@@ -265,6 +286,7 @@ optim: {{lr: 1e-2, warmup_steps: 1, prompts_per_update: 4, tokens_per_micro_batc
 eval: {{samples: 1, batch_size: 9}}
 train: {{steps: 3, checkpoint_every: 1}}
 """
+CONTROL = {"fault": "reversed_clip", "overrides": ["optim.prompts_per_update=2"]}
 
 
 @pytest.fixture
@@ -300,7 +322,7 @@ def test_only_jobs_that_need_nothing_but_cpus_run_side_by_side() -> None:
 
 
 def test_a_control_runs_the_script_that_plants_its_fault(write_sweep) -> None:
-    _, (base, broken) = sweep.read_sweep(write_sweep([3], base={}, broken={"fault": "reversed_clip"}), [])
+    _, (base, broken) = sweep.read_sweep(write_sweep([3], base={}, broken=CONTROL), [])
     assert base.arguments[0] == "train_grpo.py" and base.arguments[2] == "name=base-seed3"
     assert broken.arguments[:2] == ["checks/planted_fault.py", "reversed_clip"]
 
@@ -310,13 +332,14 @@ def test_a_sweep_that_cannot_run_is_refused_before_anything_starts(write_sweep, 
         ("lora.rank=8", "lora.rnak=8", "b-seed0: override lora.rnak: unknown key"),
         ("lora.rank=8", "name=a-seed0", "b-seed0: override name: found a-seed0; remove it"),
         ("reversed_clip", "reversed_clap", "c-seed0: fault: found 'reversed_clap'; needed: one of inverted"),
+        ("per_update=2", "per_update=4", "c-seed0: fault: reversed_clip changes nothing, because "),
         ("train.seed={seed}", "data.seed={seed}", "a-seed1: train.seed: must be 1, not 0; add train.seed="),
         ("seeds: [0, 1]", "seeds: [0, 1, 0]", "seeds: found [0, 1, 0]; give each seed only once"),
         ("{seed}", "7", "a-seed0: train.seed: must be 0, not 7"),
         ("processes: 1", "processes: 100000000000", "processes: Input should be less than or equal to 65536"),
         ("{CPU: 1}", "{CPU: -1}", "resources.CPU: Input should be greater than or equal to 0"),
     ):
-        path = write_sweep([0, 1], a={}, b={"overrides": ["lora.rank=8"]}, c={"fault": "reversed_clip"})
+        path = write_sweep([0, 1], a={}, b={"overrides": ["lora.rank=8"]}, c=CONTROL)
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
         assert sweep.main([str(path), "--local"]) == 2

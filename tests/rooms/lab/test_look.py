@@ -46,6 +46,14 @@ def answer(name: str, correct: bool, **more: object) -> dict:
 # -------------------------------------------------------------------------------------------------------- the overview
 
 
+def test_what_is_no_folder_of_a_run_is_refused_in_every_view(run: Path, tmp_path: Path, capsys) -> None:
+    """A record has a name, but no folder."""
+    record = tmp_path / "base-seed0"
+    for arguments in ([record], [record, "--eval"], [record, "--question", "test:20"], [run, "--diff", run, record]):
+        said = f"error: {record}: not the folder of a run; give out/RUN (for a record, see results/README.md)"
+        assert refused(capsys, *arguments) == said
+
+
 def test_the_overview_has_the_first_and_last_value_of_each_metric_and_the_counts_of_the_last_step(
     run: Path, capsys
 ) -> None:
@@ -160,6 +168,7 @@ def test_two_runs_are_compared_by_their_last_evaluations(run: Path, tmp_path: Pa
 def test_an_absent_step_or_evaluation_is_one_line_with_those_that_are_there(run: Path, capsys) -> None:
     assert "there is no step 9; choose from: 1, 2, 3, 4" in refused(capsys, run, "--step", 9)
     assert "there is no eval 3; choose from: 0, 4" in refused(capsys, run, "--diff", 3, 4)
+    (run.parent / "nothing").mkdir()
     assert "nothing/completions: there is no eval file" in refused(capsys, run, "--diff", run, run.parent / "nothing")
     for option in ("--step", "--eval", "--limit"):
         with pytest.raises(SystemExit, match="2"):

@@ -448,7 +448,7 @@ def test_a_rank_has_as_many_workers_as_cores_that_it_may_use(cores: int, local_r
         ({"score": 1, "correct": False}, Score(1.0, True, False)),
         ({"reward": 1.0}, "'score': number"),
         ({"score": "1"}, "'score': number"),
-        ({"score": 1.0, "part": None}, "'score': number"),
+        ({"score": 1.0, "len": None}, "returned {'score': 1.0, 'len': None}; part 'len' is None; make it a number or"),
         ({"score": 1.0, "part": float("inf")}, "return a finite number"),
         ((1.0, True), "'score': number"),
     ],
