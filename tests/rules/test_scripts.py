@@ -567,6 +567,13 @@ def test_cann_and_atb_are_each_loaded_where_the_shell_does_not_have_them(
     assert (done.returncode, done.stdout.split()) == (0, paths), done.stderr
 
 
+@pytest.mark.parametrize("option", ["-u", "+u"])
+def test_a_shell_that_sources_the_variables_of_an_npu_keeps_its_own_option(option: str) -> None:
+    command = f"set {option}; source launch/npu_env.sh; shopt -qo nounset; echo $? $HCCL_CONNECT_TIMEOUT"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{int(option == '+u')} 1800\n", done.stderr
+
+
 def test_the_container_has_the_number_of_threads_of_the_table() -> None:
     """The vendor's image sets 1, which npu_env.sh would keep."""
     (threads,) = [variable.value for variable in variables.START["npu"] if variable.name == "OMP_NUM_THREADS"]
