@@ -220,6 +220,8 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
     if settings.is_file():
         if under_torchrun:
             raise InputError("--probes: found a PEFT adapter under torchrun; give a run, whose trainer can compute")
+        if of_run["step"] is not None:
+            raise InputError(f"--step: {source} is a PEFT adapter, which has no steps; leave it out")
         named = peft_adapters.read_settings(source).base_model_name_or_path or "not named"
         base = os.path.abspath(base or named)
         if not Path(base, "config.json").is_file():
@@ -227,6 +229,8 @@ def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) ->
         arch = hf_config.read(base)
         pairs = peft_adapters.read(source, arch)
     else:
+        if base is not None:
+            raise InputError(f"--base: {source} is a run, whose configuration names its base; leave it out")
         cfg, _, _, arch, modules, factors = read_policy(source, **of_run)
         base, pairs = os.path.abspath(cfg.model.path), pairs_of(modules, factors, cfg.lora.alpha)
     if cfg and under_torchrun:
@@ -302,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--probes", metavar="DIR", type=path_option, help="write adapters and log-probs for preflight.py --adapter"
     )
     parser.add_argument(
-        "--form", choices=READ_BY, default="stack", help="with --adapter: stack for transformers 5, leaf for 4"
+        "--form", choices=READ_BY, help="with --adapter: stack for transformers 5 (default), leaf for 4"
     )
     parser.add_argument(
         "--base",
@@ -315,11 +319,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--accept-changed-inputs", action="store_true", help="export even if model or data have changed since"
     )
     args = parser.parse_args(arguments)
+    if args.form and not args.adapter:
+        raise InputError(f"--form: {args.form} has no effect without --adapter; leave it out")
+    if args.base and not args.probes:
+        raise InputError(f"--base: {args.base} has no effect without --probes; leave it out")
     of_run = {"step": args.step, "accept_changed_inputs": args.accept_changed_inputs}
     if args.probes:
         said = write_probes(args.run, args.probes, args.base, of_run)
     else:
-        said = export(args.run, args.merged or args.adapter, form=args.form if args.adapter else None, **of_run)
+        form: Form | None = None
+        if args.adapter:
+            form = args.form or "stack"
+        said = export(args.run, args.merged or args.adapter, form=form, **of_run)
     if parallel_setup.launched_rank() == 0:
         print(said)
     return 0

@@ -114,7 +114,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 cd "$(dirname "$0")"
-ranks=1 graphs=yes folder="" run=() steps=() all_ranks=() torchrun=() device="" tested=2
+ranks=1 graphs=yes folder="" run=() steps=() all_ranks=() torchrun=() device="" tested="up to 16"
 if [ "$explain" = yes ]; then
     sed -n '2,/^$/ s/^# \{0,1\}//p' first_hour.sh
     stages
@@ -142,8 +142,8 @@ if [ "$device" != cpu ] && [ -z "$RANKS" ] && [ -n "$visible" ]; then
 fi
 folder=$out/first_hour-$name
 report=${report:-$folder/report.json}
-mkdir -p "$folder" 2>/dev/null || refuse "train.out_dir: $folder cannot be made; choose another folder"
 [ ! -s "$report" ] || grep -q '"stages"' "$report" || refuse "--report: $report is another file; choose a new name"
+mkdir -p "$folder" 2>/dev/null || refuse "train.out_dir: $folder cannot be made; choose another folder"
 { : >>"$report"; } 2>/dev/null || refuse "--report: $report cannot be written; choose another name"
 exec 9>"$folder/lock"   # a stage keeps the lock as long as it runs
 flock --wait 60 9 || refuse "$folder: another first_hour.sh uses this folder; end it first"

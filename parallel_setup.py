@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import math
 import os
 import socket
 import sys
@@ -77,6 +78,20 @@ def check_launch() -> int:
         except (OSError, UnicodeError) as error:
             raise InputError(f"the environment's MASTER_ADDR: {shown(address)}: {one_line(error)}") from None
     return rank
+
+
+def refuse_one_rank(parallel: ParallelConfig, otherwise: str = "") -> None:
+    """Raise InputError if the layout needs several ranks and torchrun has started none.
+
+    ``otherwise`` is another remedy, with {} for the number of ranks.
+    """
+    needed = math.lcm(parallel.tensor, parallel.expert)
+    if needed > 1 and "WORLD_SIZE" not in os.environ:
+        todo = f"start it with torchrun --nproc_per_node={needed}{', or ' * bool(otherwise)}{otherwise.format(needed)}"
+        raise InputError(
+            f"parallel: tensor {parallel.tensor} and expert {parallel.expert} need {needed} ranks or a multiple, and "
+            f"torchrun has started none; {todo}"
+        )
 
 
 def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:

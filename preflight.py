@@ -116,7 +116,8 @@ def as_text(
         lines += _layout_lines(verdict, setting) + _memory_lines(verdict, setting)
         lines += _time_lines(verdict, setting)
     lines += ["", f"verdict: {'refused' if verdict.reasons else 'fits'}", *(f"  {each}" for each in verdict.reasons)]
-    head = "the fastest that fit:" if by_time else "the nearest that fit, with memory per rank and estimated step:"
+    listed = "the fastest that fit" if by_time else "the nearest that fit"
+    head = f"{listed}, with memory per rank (margin included) and estimated step:"
     none = "no layout of these ranks fits" if by_time else "no layout on up to 8 times as many ranks fits"
     if others or verdict.reasons:
         lines.append(head if others else none)
@@ -170,11 +171,13 @@ def _memory_lines(verdict: Verdict, setting: Setting) -> list[str]:
         "",
         f"memory of the fullest rank, which has {needs.capacity / memory.GIB:.1f} GiB:",
         *(row(name, size, ", within activations" * (name == "logits chunk")) for name, size in needs.parts.items()),
-        "  in each phase, including everything that stays in memory:",
+        "  in each phase, including everything that stays in memory, without the margin:",
         *(row(name, size, "  <- fullest" * (name == needs.fullest)) for name, size in needs.phases.items()),
+        row("fullest and margin", needs.peak, f" of {needs.capacity / memory.GIB:.1f}"),
         f"  assumed: the busiest experts get {memory.IMBALANCE} x the mean number of rows,"
-        f" a runtime takes {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB and, with graphs in the engine,"
-        f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB more, and the margin is {memory.MARGIN:.0%}"
+        f" a runtime takes {memory.RUNTIME_BYTES[setting.device] / memory.GIB:g} GiB, vLLM's workspace and graphs"
+        f" {memory.GRAPH_BYTES[setting.device] / memory.GIB:g} GiB (also without graphs), and the margin is"
+        f" {memory.MARGIN:.0%}"
         f"{cached}",
         "  preflight.py CONFIG --dry-run compares these figures with a step without data, in about a minute",
     ]

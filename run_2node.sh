@@ -9,10 +9,16 @@
 # and the data, and they must share the folder OUT to resume. It was tested with two CPU processes (tests/runs/test_launch.py),
 # not with NPUs yet.
 
-CONFIG=configs/qwen3.yaml DEVICE=${DEVICE:-npu} RANKS_PER_NODE=${RANKS_PER_NODE:-16} NODES=2
-LAYOUT=${LAYOUT:-tp4_ep$((2 * RANKS_PER_NODE))}    # tp4_ep32 needs the least memory; or use tp4_ep16, tp4_ep8
-EXTRA=()
+DEVICE=${DEVICE:-npu} RANKS_PER_NODE=${RANKS_PER_NODE:-16} NODES=2 EXTRA=()
+refuse() {
+    echo "error: $*" >&2
+    exit 2
+}
+[[ $DEVICE =~ ^(npu|cpu)$ ]] || refuse "DEVICE: found '$DEVICE'; give npu or cpu"
+[[ $RANKS_PER_NODE =~ ^[1-9][0-9]{0,2}$ ]] || refuse "RANKS_PER_NODE: found '$RANKS_PER_NODE'; give the number of dies of each machine, e.g. 8"
 if [ "$DEVICE" = cpu ]; then   # two processes of the tiny model
-    CONFIG=configs/tiny_cpu.yaml RANKS_PER_NODE=1 LAYOUT=tp1_ep2 EXTRA=(device=cpu) RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
+    CONFIG=${CONFIG:-configs/tiny_cpu.yaml} RANKS_PER_NODE=1 LAYOUT=tp1_ep2 EXTRA=(device=cpu) RENDEZVOUS=${RENDEZVOUS:-localhost:29400}
 fi
+CONFIG=${CONFIG:-configs/qwen3.yaml}
+LAYOUT=${LAYOUT:-tp4_ep$((2 * RANKS_PER_NODE))}    # tp4_ep32 needs the least memory; or use tp4_ep16, tp4_ep8
 source "$(dirname "$0")/launch/launch.sh"

@@ -44,6 +44,7 @@ def ask(
     if args.config is None:
         raise InputError("CONFIG: missing; give a YAML file, e.g. configs/qwen3.yaml")
     cfg = config.load_config(args.config, args.overrides)
+    parallel_setup.refuse_one_rank(cfg.parallel)
     refuse(cfg, parallel_setup.launched_world_size())
     with parallel_setup.open_world(cfg.device, cfg.train, cfg.parallel) as device:
         right, text, figures = answer(cfg, parallel_setup.open_layout(cfg.parallel, device))

@@ -55,9 +55,9 @@ Without an option, the doctor checks the machine, preflight.py checks the layout
 The output of each rank is in $OUT/logs. To resume from the last checkpoint, start the same command again. docs/checks.md
 explains the exit codes; the exit code is also 1 if the doctor refuses this machine, or the plan refuses the layout.
 
-You can set these environment variables: LAYOUT (the line LAYOUT= of the script names the layouts that fit); MODEL, TRAIN and
-TEST (paths; by default those of the configuration); OUT (folder of runs and logs); PYTHON; and others that the head of
-launch/launch.sh lists.
+You can set these environment variables: LAYOUT (the line LAYOUT= of the script names the layouts that fit); CONFIG (another
+configuration; run_16npu_r3_aqn.sh has only its own); MODEL, TRAIN and TEST (paths; by default those of the configuration); OUT
+(folder of runs and logs); PYTHON; and others that the head of launch/launch.sh lists.
 END
     exit
 }
@@ -83,14 +83,14 @@ launch() {
             *) echo "error: $argument: unknown argument; give section.key=value, --plan-only, --groups or --help" >&2; exit 2 ;;
         esac
     done
-    [ "$NODES" = 1 ] || [ -n "$RENDEZVOUS" ] ||
-        { echo "error: RENDEZVOUS: not set; set it to host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
+    [ "$NODES" = 1 ] || [[ $RENDEZVOUS =~ ^.+:[0-9]{1,5}$ ]] ||
+        { echo "error: RENDEZVOUS: ${RENDEZVOUS:-not set}; set it to host:port of the first machine, the same on both, e.g. node1:29400" >&2; exit 2; }
     [[ $LAYOUT =~ ^tp([0-9]+)_ep([0-9]+)$ ]] ||
         { echo "error: LAYOUT: $LAYOUT is no layout; write it as tp<ranks>_ep<ranks>, e.g. tp4_ep16" >&2; exit 2; }
 
     local tensor=${BASH_REMATCH[1]} expert=${BASH_REMATCH[2]} ranks=$((NODES * RANKS_PER_NODE))
     local overrides=("parallel.tensor=$tensor" "parallel.expert=$expert")
-    if [ "$CONFIG" = configs/qwen3.yaml ] && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
+    if grep -Eqs '^ +expert_parallel: *true' "$CONFIG" && { [ "$tensor" != 4 ] || [ "$expert" != "$ranks" ]; }; then
         # vLLM's shards would differ from the trainer's, so whole tensors are pushed. More experts per rank leave less room.
         overrides+=("rollout.expert_parallel=false" "model.recompute=true")
     fi
@@ -128,9 +128,10 @@ launch() {
         printf '%q ' "${torchrun[@]}"; echo
     fi
     if ! "$PYTHON" -c 'import pydantic, tqdm, yaml' 2>/dev/null; then
-        echo "error: PYTHON: $PYTHON lacks the packages of requirements/; choose a Python that has them (docs/npu.md)" >&2
-        [ "$plan_only" = yes ] || exit 2
-        exit 0   # the user wanted to see the commands; only the plan is missing
+        local todo="choose a Python that has them (docs/npu.md)"
+        [ "$plan_only" = no ] || todo="for the plan, pip install --no-deps -r requirements/report.txt, or choose a Python that has them, e.g. PYTHON=.venv/bin/python"
+        echo "error: PYTHON: $PYTHON lacks the packages of requirements/; $todo" >&2
+        exit 2
     fi
     [ "$plan_only" = no ] || exec "${plan[@]}"
     if [ "${DOCTOR:-on}" != off ]; then

@@ -2,6 +2,7 @@
 # It has not been run on an NPU yet. The exports and their reasons come from the table in facts/variables.py, which also names
 # their sources; tests/rules/test_scripts.py compares the two.
 
+nounset=$(shopt -po nounset || true)
 set +u   # CANN's own scripts read variables that are not set
 if [ -z "${ASCEND_HOME_PATH:-}" ]; then
     for folder in /usr/local/Ascend/cann /usr/local/Ascend/ascend-toolkit; do   # the first from CANN 8.5 on, the second before
@@ -13,7 +14,7 @@ if [ -z "${ATB_HOME_PATH:-}" ] && [ -f /usr/local/Ascend/nnal/atb/set_env.sh ]; 
     # shellcheck disable=SC1091
     source /usr/local/Ascend/nnal/atb/set_env.sh
 fi
-set -u
+eval "$nounset"   # a shell of the user's stays as it was
 
 # The time that ranks wait for each other. This order must hold: train.stall_seconds < these < parallel.timeout_seconds.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1800}"   # seconds; reading 60 GB takes longer than the default of 120

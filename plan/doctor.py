@@ -288,11 +288,14 @@ def chip(machine: Machine) -> Found:
     On another kind of chip, the engine of vllm-ascend stops with an assertion.
     """
     built = variables.built_for(machine.package_file("vllm_ascend", "_build_info.py"))
+    if built is None:
+        is_there = machine.version("vllm-ascend") is not None
+        why = "does not say for which chip it is built" if is_there else "is not installed"
+        return True, f"not known: vllm-ascend {why}"
     names = re.findall(r"^\|\s*\d+\s+(\w*\d{3}\S*)\s*\|", machine.command(["npu-smi", "info"])[1], re.M)
     kinds = {variables.chip_kind(name) for name in names} - {None}
     chips = [f"{kind} (image {variables.VLLM_ASCEND_IMAGES[kind]})" for kind in kinds if kind]
-    is_right = built is None or kinds <= {built}
-    return is_right, f"vllm-ascend is built for {built}, npu-smi lists {', '.join(chips) or 'no known chip'}"
+    return kinds <= {built}, f"vllm-ascend is built for {built}, npu-smi lists {', '.join(chips) or 'no known chip'}"
 
 
 # ----------------------------------------------------------------------------------------------------- probes: devices
@@ -448,7 +451,17 @@ def main_memory(machine: Machine) -> Found:
         return True, "not known on this system"
     gib = int(available[1]) * 1024 / GIB
     needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process used 0.65; 2 is a guess
-    return gib >= needed, f"{gib:.1f} GiB available, the processes need {needed:.1f}"
+    saved = new_checkpoint(machine.run) / GIB if machine.run else 0.0  # rank 0 has all of it while it saves
+    return gib >= needed + saved, f"{gib:.1f} GiB available, processes and a checkpoint need {needed + saved:.1f}"
+
+
+def new_checkpoint(cfg: Config) -> int:
+    """Return the bytes of a checkpoint, or 0 if they are not known because the plan refuses the model."""
+    try:
+        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    except InputError:
+        return 0
+    return checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness)
 
 
 def disk(machine: Machine) -> Found:

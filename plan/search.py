@@ -278,7 +278,8 @@ def scripts(config: Path, device: str) -> dict[int, str]:
     """Return the scripts that start this configuration file on one node, by the number of ranks that they start."""
     found = {}
     for path in sorted(ROOT.glob("run_*.sh"), reverse=True):  # of two with equally many ranks, the shorter name is used
-        head = re.search(r"^CONFIG=(\S+) DEVICE=(\w+) RANKS_PER_NODE=(\d+)$", path.read_text(), re.M)
+        settings = r"^CONFIG=(?:\$\{CONFIG:-)?([^\s}]+)\}? DEVICE=(\w+) RANKS_PER_NODE=(\d+)$"
+        head = re.search(settings, path.read_text(), re.M)
         if head and head[2] == device and (path.parent / head[1]).resolve() == config.resolve():
             found[int(head[3])] = path.name
     return found

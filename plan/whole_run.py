@@ -16,7 +16,8 @@ from plan.search import Verdict
 # Bytes of a compressed completion: per token, and in addition per row. English text with 4 letters per token takes 1.64
 # bytes per token.
 TOKEN_BYTES, ROW_BYTES = 2, 100
-# The plan assumes this number of questions for every file, and prints it. A smaller eval.num_questions replaces it.
+# The plan reads no questions. It assumes this number for every file, and says so if the file may not be GSM8K's.
+# A smaller eval.num_questions replaces it.
 GSM8K_HELD_OUT = 1319
 
 
@@ -26,9 +27,11 @@ class WholeRun(NamedTuple):
     steps: float
     evaluations: float
     num_evaluations: int
-    num_questions: int  # in one evaluation
+    num_questions: int  # of each set in one evaluation
     kept_bytes: int  # bytes of the checkpoints that stay at the end
     completion_bytes: float  # bytes of the folder completions/, if every completion has the maximum length
+    num_sets: int = 1
+    assumed: bool = False  # whether num_questions is GSM8K_HELD_OUT for another file
 
     @property
     def hours(self) -> float:
@@ -47,6 +50,7 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
     sets = 1 + len(cfg.eval.sets)
     questions = cfg.data.num_test if cfg.data.source == "arithmetic" else GSM8K_HELD_OUT
     questions = min(cfg.eval.num_questions or questions, questions)
+    other_files = cfg.data.source == "file" or bool(cfg.eval.sets)
     a_set = 0.0
     for answers in filter(None, (1, cfg.eval.samples)):
         rows_at_once = max(1, min(cfg.eval.batch_size * answers, verdict.memory.cached_rows))
@@ -63,9 +67,11 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
         steps=cfg.train.steps * times.total,
         evaluations=evaluations * sets * a_set,
         num_evaluations=evaluations,
-        num_questions=sets * questions,
+        num_questions=questions,
         kept_bytes=kept * checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness),
         completion_bytes=completions * (ROW_BYTES + TOKEN_BYTES * cfg.rollout.max_new_tokens),
+        num_sets=sets,
+        assumed=other_files and questions == GSM8K_HELD_OUT,
     )
 
 
@@ -80,9 +86,11 @@ def _times_due(every: int, steps: int) -> int:
 def sentence(run: WholeRun, steps: int) -> str:
     """Return the line `estimated run: 3.12 h = 77 steps 2.5 h + 5 evaluations of 1,319 questions 0.588 h; ...`."""
     hours = [three_digits(seconds / 3600) for seconds in (run.steps, run.evaluations)]
+    questions = f"{run.num_sets} x {run.num_questions:,}" if run.num_sets > 1 else f"{run.num_questions:,}"
+    assumed = " (assumed, because the plan reads no questions; eval.num_questions=N sets another number)" * run.assumed
     return (
         f"estimated run: {three_digits(run.hours)} h = {steps} steps {hours[0]} h"
-        f" + {run.num_evaluations} evaluations of {run.num_questions:,} questions {hours[1]} h"
+        f" + {run.num_evaluations} evaluations of {questions} questions {hours[1]} h{assumed}"
         f"; {three_digits(run.kept_bytes / GIB)} GiB of checkpoints stay, and at most "
         f"{three_digits(run.completion_bytes / GIB)} GiB of completions"
     )

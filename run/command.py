@@ -31,6 +31,8 @@ def read(arguments: list[str], manual: str) -> Config | None:
         )
     if not args.check:
         return cfg
+    if args.ranks is None:
+        parallel_setup.refuse_one_rank(cfg.parallel, "give --check --ranks {}")
     answer = input_check.report(cfg, args.ranks or parallel_setup.launched_world_size())
     doctor.quick(cfg)  # after everything that could end the command
     print(answer, flush=True)

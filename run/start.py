@@ -37,6 +37,7 @@ class Start:
         """
         cfg = self.cfg
         self.heartbeat.beat("the start of the device")
+        parallel_setup.refuse_one_rank(self.cfg.parallel)
         arch = input_check.check_settings(cfg, parallel_setup.launched_world_size())
         input_check.check_answers(cfg.reward, cfg.data, cfg.eval, self.scorer)
         doctor.quick(cfg)

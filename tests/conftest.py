@@ -5,9 +5,11 @@ import importlib.machinery
 import importlib.util
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 from unittest import mock
 
 import cann_stub
@@ -42,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(planted.for_the_session(name).undo)
 
 
+def refuse(message: str) -> NoReturn:
+    """End the command with this line and exit code 2. pytest.exit would print "Exit: " before the line."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(2)  # pytest would catch SystemExit and print its traceback
+
+
 def choose_device(name: str, ranks: int | None) -> None:
     """Run the layouts of the launched ranks, or on a CPU of ``ranks`` forked ones, in all tiers."""
     import world
@@ -51,7 +59,7 @@ def choose_device(name: str, ranks: int | None) -> None:
     try:
         world.start(name)
     except InputError as error:
-        pytest.exit(f"error: {error}", returncode=2)
+        refuse(str(error))
     if world.Place.joined:
         wanted = {world.launched()}
     else:
@@ -59,9 +67,10 @@ def choose_device(name: str, ranks: int | None) -> None:
     possible = sorted({size for size, *_ in world.LAYOUTS.values()})
     if ranks is not None and ranks not in wanted:
         needed = f"torchrun --nproc_per_node={ranks} preflight.py --self-test"
-        pytest.exit(f"error: --ranks {ranks}: found {world.launched()}; needed: {needed}", returncode=2)
+        refuse(f"--ranks {ranks}: found {world.launched()}; needed: {needed}")
     if not wanted <= set(possible):
-        pytest.exit(f"error: found {max(wanted)} ranks; needed: one of {possible}", returncode=2)
+        numbers = f"{', '.join(map(str, possible[:-1]))} or {possible[-1]}"
+        refuse(f"--ranks: no layout of the tests has {max(wanted)} ranks; give --ranks {numbers}")
     tiers.left_out = set()
     for layout, (size, _, _) in world.LAYOUTS.items():
         if size not in wanted:

@@ -241,6 +241,7 @@ def test_a_second_start_waits_for_the_first_one_and_refuses(hour) -> None:
 def test_unusable_input_is_one_line_and_exit_code_2(arguments, variables, words, hour) -> None:
     code, ran, said = hour.start(*arguments, **variables)
     assert (code, ran) == (2, []) and said.startswith("error: ") and said.count("\n") == 1 and words in said, said
+    assert "/none/report" in words or not hour.results.exists()  # only writing shows that a file cannot be written
 
 
 # ------------------------------------------------------------------------------------------------ the real stages

@@ -128,7 +128,8 @@ def test_a_question_to_all_ranks_names_a_file_in_one_line_and_shows_the_tracebac
         def refuse(*_: object) -> None:
             raise error
 
-        args = launched_question.command_line("--groups", "x").parse_args(["configs/tiny_cpu.yaml"])
+        given = ["configs/tiny_cpu.yaml", "parallel.expert=1"]  # one rank, without torchrun
+        args = launched_question.command_line("--groups", "x").parse_args(given)
         return launched_question.ask(args, refuse, lambda *_: pytest.fail("not reached"))
 
     assert question(FileNotFoundError(2, "No such file", "a/b")) == 2

@@ -332,6 +332,22 @@ def test_a_check_away_from_the_device_judges_the_rest_and_says_so(
     assert "error: model.path: absent has no config.json; give the folder of a Hugging Face" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "todo"),
+    [
+        (["train_grpo.py"], ""),
+        (["train_grpo.py", "--check"], ", or give --check --ranks 4"),
+        (["preflight.py", "--groups"], ""),
+    ],
+)
+def test_a_layout_of_several_ranks_without_torchrun_says_how_to_start_them(command, todo: str) -> None:
+    """Tensor 2 and expert 4 need 4 ranks, the least common multiple."""
+    layout = [f"{ROOT}/configs/tiny_cpu.yaml", "parallel.tensor=2", "parallel.expert=4"]
+    done = subprocess.run([sys.executable, *command, *layout], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"; start it with torchrun --nproc_per_node=4{todo}"), done.stderr
+
+
 @pytest.mark.parametrize(("expected", "changes", "run"), TABLE)
 def test_bad_input_gives_one_line_and_code_2(expected, changes, run, place: Place, capfd: CaptureFixture) -> None:
     assert exit_code(command(place, changes, run)) == 2

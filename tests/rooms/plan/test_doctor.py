@@ -153,7 +153,7 @@ NPU_FAULTS = [  # (the line of the doctor, what is taken away)
         answer(free_bytes=lambda folder: 2**26 if folder.name == "shm" else 500 * GIB),
     ),
     (
-        "warn  memory: 8.0 GiB available, the processes need 32.0; needed",
+        "warn  memory: 8.0 GiB available, processes and a checkpoint need 46.3; needed",
         file("proc/meminfo", "MemAvailable: 8388608 kB\n"),
     ),
     ("fail  disk: 5.0 GiB free for ", answer(free_bytes=lambda folder: 5 * GIB)),
@@ -185,6 +185,15 @@ def test_what_a_row_asks_for_is_missed_when_it_is_taken_away(healthy, line, plan
     (finding,) = [finding for finding in findings if str(finding).startswith(line)]
     assert line.startswith("fail") or "fail" not in {finding.level for finding in findings}
     assert finding.todo and finding.todo in {row.todo for row in ROWS if row.what == finding.what}
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [(None, "is not installed"), ("0.23.0", "does not say for which chip it is built")]
+)
+def test_a_chip_that_nothing_was_compared_with_is_not_known(version: str | None, why: str) -> None:
+    machine = Machine()
+    vars(machine).update(package_file=lambda *of: "", version=lambda name: version)
+    assert doctor.chip(machine) == (True, f"not known: vllm-ascend {why}")
 
 
 @pytest.mark.parametrize(("healthy", "faults"), [(npu, NPU_FAULTS), (cuda, CUDA_FAULTS)])

@@ -227,7 +227,7 @@ def test_the_fastest_layouts_are_those_of_a_search_and_can_be_typed(capsys):
     assert preflight.main([QWEN3, "--ranks", "8", "--fastest"]) == 1
     refused = capsys.readouterr().out
     assert (
-        refused.index("verdict: refused") < refused.index("the fastest that fit:") and refused.count("--ranks 8") == 5
+        refused.index("verdict: refused") < refused.index("the fastest that fit, ") and refused.count("--ranks 8") == 5
     )
     assert preflight.main([QWEN3, "--ranks", "1", "--fastest"]) == 1
     assert capsys.readouterr().out.endswith("no layout of these ranks fits\n")
@@ -273,7 +273,8 @@ def test_the_plan_of_a_run_adds_evaluations_and_checkpoints_worked_out_by_hand(c
     preflight.main([QWEN3, "--ranks", "16", "--completion-tokens", "240"])
     text = capsys.readouterr().out
     assert "if answers have a mean of 240 of 1536 tokens" in text and "; 28.6 GiB of checkpoints stay, and " in text
-    assert "a runtime takes 2 GiB and, with graphs in the engine, 1.5 GiB more" in text and "3.500 GiB" in text
+    assert "a runtime takes 2 GiB, vLLM's workspace and graphs 1.5 GiB (also without graphs)" in text
+    assert "3.500 GiB" in text
 
 
 def test_a_teacher_costs_the_memory_of_its_factors_and_a_pass_of_the_policy(capsys):
@@ -378,6 +379,19 @@ def test_a_long_run_is_said_without_an_exponent(seconds, said):
     assert text.startswith(
         f"estimated run: {said} h = 100 steps {said} h + 1 evaluations of 1,319 questions 0 h; 150 GiB"
     )
+
+
+def test_a_number_of_questions_that_the_plan_has_not_read_is_said_to_be_assumed(capsys):
+    """configs/math.yaml has three files; GSM8K has 1,319 held-out questions."""
+    math = str(ROOT / "configs" / "math.yaml")
+    for arguments, number, assumed in (
+        ([math], "3 x 1,319 questions ", True),
+        ([math, "eval.num_questions=187"], "3 x 187 questions ", False),
+        ([QWEN3], "5 evaluations of 1,319 questions ", False),
+    ):
+        preflight.main([*arguments, "--ranks", "16"])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("estimated run: ")]
+        assert number in line and ("(assumed" in line) == assumed, line
 
 
 # ------------------------------------------------------------------------------------------------------- published runs

@@ -135,6 +135,25 @@ def test_an_adapter_that_is_wrong_is_refused_in_one_line_with_code_2(
     assert not (tmp_path / "probes").exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("full", ["--probes", "DIR", "--form", "leaf"], "--form: leaf has no effect without --adapter; leave it out"),
+        ("run", ["--merged", "DIR", "--form", "leaf"], "--form: leaf has no effect without --adapter; leave it out"),
+        ("full", ["--probes", "DIR", "--step", "3"], "full is a PEFT adapter, which has no steps; leave it out"),
+        ("run", ["--merged", "DIR", "--base", "b"], "--base: b has no effect without --probes; leave it out"),
+        ("run", ["--probes", "DIR", "--base", "b"], "run is a run, whose configuration names its base; leave it out"),
+    ],
+)
+def test_an_option_of_export_that_would_have_no_effect_is_refused(
+    source: str, options: list[str], said: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = [str(tmp_path / "made") if option == "DIR" else option for option in options]
+    assert export.main([str(made / source), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith(f"{said}\n"), error
+
+
 def test_a_matrix_that_is_adapted_alone_and_in_a_stack_is_refused(
     made: Path, arch: Architecture, tmp_path: Path
 ) -> None:
