@@ -40,6 +40,7 @@ class Launch:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup pytest ignores it
             )
         self.known = {psutil.Process(self.process.pid)}  # with their start times, which tell reused numbers apart
 
