@@ -367,7 +367,8 @@ class Parallel:
     def gradient_norm(self, parameters: list[Factor]) -> Tensor:
         """Return the L2 norm of the gradient of the whole, unsharded parameter set, on the host.  -> ()
 
-        A factor that c ranks have counts 1/c on each of them, so the sum over all ranks counts every element once.
+        If c ranks store the same factor, each of them counts 1/c of it. So the sum over all ranks counts every element
+        once.
         """
         squares = (p.grad.float().square().sum() / self.copies(p) for p in parameters)
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()

@@ -176,7 +176,7 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
 def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
     """Return W + d floor(U / d + offset), which rounds the update U = ``merged`` - W to whole multiples of d.
 
-    d is the distance between neighbouring numbers near W that have this many binary places. bf16 has 7 places. An
+    d is the distance between neighbouring numbers near W that have ``places`` binary places. bf16 has 7 of them. An
     ``offset`` of 0.5 rounds U / d to the nearest integer. An offset that is uniform in [0, 1) rounds U / d up or down
     at random, so that the mean over many merges is W + U. All tensors are fp32; W may have any shape.
     """

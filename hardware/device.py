@@ -199,7 +199,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def moment(device: torch.device) -> Any:
-    """Mark the moment when ``device`` will have finished its work so far.
+    """Mark the moment when ``device`` finishes all work that it has been given so far.
 
     The result is an event in the device's stream, or the current time on a CPU.
     """

@@ -1,8 +1,8 @@
 """int4 experts: packed codes with scales, and the matrices that they represent.
 
-A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. INT4_GROUP neighbours along the input share a
-scale. Rounding is to the nearest, symmetric around 0. Codes, scales and packing are bit-identical to those of the
-compressed-tensors package. No gradient reaches them. E is the number of experts.
+A weight of a linear layer is (out, in), as in a Hugging Face checkpoint. Each group of INT4_GROUP neighbouring values
+along the input shares a scale. Rounding is to the nearest, symmetric around 0. Codes, scales and packing are
+bit-identical to those of the compressed-tensors package. No gradient reaches them. E is the number of experts.
 """
 
 from collections.abc import Iterator

@@ -228,7 +228,7 @@ def refuse_used(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, *others: type[Exception]) -> Iterator[Path]:
-    """Make a temporary folder to fill in this block, and rename it to ``folder`` at the end of the block.
+    """Make a temporary folder for this block to fill, and rename it to ``folder`` at the end of the block.
 
     So ``folder`` is never half-written. The temporary folder (`aside`) is removed if the block raises an error or if a
     killed process has left it; nothing else is removed. Raises InputError if ``folder`` exists and is not empty, if it

@@ -88,8 +88,7 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
         table([finding_row(one, made, steps) for one in plan.findings]),
         f"![Learning curves](results/{CURVES})"
         + f"\n![Shares of the lost accuracy that corrections recover](results/{RECOVERED})"
-        + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns)
-        + f"\n![Points against the share of an update that arrives](results/{ARRIVAL})" * bool(plan.arrival),
+        + f"\n![Accuracy and turns with a calculator](results/{TURNS})" * bool(plan.turns),
     ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]

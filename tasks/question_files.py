@@ -103,7 +103,7 @@ FORMS = (
 
 
 def read(paths: Paths | Path, columns: Mapping[str, str] | None = None, count: int = 0) -> tuple[list[Question], str]:
-    """Return the questions of one or several files, and a description of their form, which the first row decides.
+    """Return the questions of one or several files, and a description of their form, which the first row determines.
 
     If several rows ask the same question (`composed`), only the first one is returned. So steps and confidence
     intervals count the question once. The description then also gives the number of rows. Raises InputError if the
