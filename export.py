@@ -327,9 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.probes:
         said = write_probes(args.run, args.probes, args.base, of_run)
     else:
-        form: Form | None = None
-        if args.adapter:
-            form = args.form or "stack"
+        form: Form | None = (args.form or "stack") if args.adapter else None
         said = export(args.run, args.merged or args.adapter, form=form, **of_run)
     if parallel_setup.launched_rank() == 0:
         print(said)

@@ -451,17 +451,17 @@ def main_memory(machine: Machine) -> Found:
         return True, "not known on this system"
     gib = int(available[1]) * 1024 / GIB
     needed = (machine.ranks or 1) * (0.7 if machine.kind == "cpu" else 2)  # a CPU process used 0.65; 2 is a guess
-    saved = new_checkpoint(machine.run) / GIB if machine.run else 0.0  # rank 0 has all of it while it saves
+    saved = 0.0
+    if machine.run:
+        with contextlib.suppress(InputError):  # the plan refuses the model
+            saved = checkpoint_gib(machine.run)  # rank 0 has all of it while it saves
     return gib >= needed + saved, f"{gib:.1f} GiB available, processes and a checkpoint need {needed + saved:.1f}"
 
 
-def new_checkpoint(cfg: Config) -> int:
-    """Return the bytes of a checkpoint, or 0 if they are not known because the plan refuses the model."""
-    try:
-        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
-    except InputError:
-        return 0
-    return checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness)
+def checkpoint_gib(cfg: Config) -> float:
+    """Return the size of a checkpoint in GiB. Raises InputError for a model that the plan refuses."""
+    arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+    return checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness) / GIB
 
 
 def disk(machine: Machine) -> Found:
@@ -469,10 +469,9 @@ def disk(machine: Machine) -> Found:
     cfg = machine.run
     assert cfg is not None
     try:
-        arch, _ = hf_config.planned(cfg.model.path, cfg.tiny_model, cfg.row_tokens)
+        one = checkpoint_gib(cfg)
     except InputError as error:
         return True, f"not known without the model: {error}"  # the plan refuses it
-    one = checkpoint_bytes(arch, cfg.lora, cfg.rollout.staleness) / GIB
     needed = one * (cfg.train.keep_last + 1) + 0.5
     free = machine.free_bytes(Path(cfg.train.out_dir)) / GIB
     return free >= needed, f"{free:.1f} GiB free for {cfg.train.out_dir}, checkpoints and logs need {needed:.1f}"
