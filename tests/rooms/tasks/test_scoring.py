@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from unittest.mock import ANY
@@ -12,6 +13,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from saved import config_in
+from source import ROOT
 from tiers import ci
 
 import data_gsm8k
@@ -649,6 +651,11 @@ def test_a_fault_of_an_advantage_or_a_loss_is_one_line(call, said: str) -> None:
 def test_a_loss_with_a_gradient_is_accepted(name: str) -> None:
     file = OWN if name == "loss" else f"{EXAMPLES}/loss_sapo.py"
     functions.try_out(LossConfig(kind=f"{file}:{name}"), load_config("configs/tiny_cpu.yaml").rollout)
+
+
+def test_a_loss_may_use_no_name_of_a_metric_that_the_learner_measures() -> None:
+    named = set(re.findall(r"\"actor/(\w+)\"", (ROOT / "learner.py").read_text()))
+    assert {"loss", "grad_norm"} < named == functions.MEASURED
 
 
 def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:
