@@ -109,17 +109,17 @@ class Adapter(torch.nn.Module):
         # merged into it.
         self.buffer: Tensor | None = None
         self.buffer_changes: tuple[int, int] | None = None
-        # The versions of A and B, and the A and (alpha / R) B that were computed from them in the dtype of the passes.
-        self.working: tuple[tuple[int, int], Tensor, Tensor] | None = None
+        # The A and (alpha / R) B that were last computed for the passes, after their dtype and the versions of A and B.
+        self.working: tuple[tuple[torch.dtype, int, int], Tensor, Tensor] | None = None
 
     def working_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return copies of A and (alpha / R) B in ``dtype``, for the passes.
 
-        Their gradients are added to those of A and B. They are computed again only if A or B has changed.
+        Their gradients are added to those of A and B. They are computed again only if A, B or ``dtype`` has changed.
         """
-        versions = self.A._version, self.B._version
-        if self.working is None or self.working[0] != versions:
-            self.working = versions, _in_passes(self.A, 1.0, dtype), _in_passes(self.B, self.scale, dtype)
+        state = dtype, self.A._version, self.B._version
+        if self.working is None or self.working[0] != state:
+            self.working = state, _in_passes(self.A, 1.0, dtype), _in_passes(self.B, self.scale, dtype)
         return self.working[1:]
 
     @torch.no_grad()

@@ -432,6 +432,8 @@ def test_an_unknown_fault_is_refused_in_one_line(text: str, message: str, capsys
         ("reversed_clip", ["optim.prompts_per_update=8", "loss.kind=cispo"], "loss.kind is cispo, or"),
         ("permuted_teacher", [], "there is no loss.teacher"),
         ("foreign_routes", [], "replay.mode is off"),
+        ("lost_experts", ["lora.targets=[linear_qkv]"], "lora.targets adapts no expert, or"),
+        ("lost_experts", ["rollout.sync=adapter"], "lora.targets adapts no expert, or the factors are pushed"),
     ],
 )
 def test_a_fault_that_changes_nothing_is_refused(

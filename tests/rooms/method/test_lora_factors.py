@@ -53,6 +53,13 @@ def test_factors_are_cast_once_until_one_of_them_changes(adapter: Adapter) -> No
         assert torch.equal(before, expected)
 
 
+def test_factors_are_computed_again_for_another_dtype(adapter: Adapter) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        first, second = adapter.working_factors(dtype)
+        assert torch.equal(first, adapter.A.to(dtype)) and torch.equal(second, (SCALE * adapter.B).to(dtype))
+        assert first.dtype == second.dtype == dtype
+
+
 def test_each_backward_pass_adds_its_gradient_in_fp32(adapter: Adapter) -> None:
     """Also if the factors were cast in a pass without gradients."""
     xs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
