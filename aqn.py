@@ -5,10 +5,10 @@
     noisy = perturb(weights, clean, report, seed=..., step=...)         for each push, with a new NoiseReport(sigma)
     check_report(report, norms)                                         after the engine has read all of noisy
 
-The noise depends only on (seed, step, name of the norm), and is added to the clean weight each time. It is Gaussian,
-except where the grid of bf16 is coarser than sigma (bf16_grid_noise).
-Everything that reads a norm's output sees its noise: the router and the shared expert read the same norm as the
-experts. h is the hidden size. All names are Hugging Face's.
+The random draws depend only on (seed, step, name of the norm). The noise is added to the clean weight each time. It is
+Gaussian, except where the grid of bf16 is coarser than sigma (bf16_grid_noise).
+The noise on a norm reaches every module that reads the norm's output: the router and the shared expert read the same
+norm as the experts. h is the hidden size. All names are Hugging Face's.
 """
 
 import math
@@ -66,8 +66,8 @@ def sigma_at(
               cases open. If K does not divide the total, the remaining steps belong to the last stage, K - 1. With
               fewer steps than stages, each step is a stage.
     constant  uses s at every step, including the first; sigma_end and num_stages are not read.
-    With K = 1 there is no noisy stage. A step after the end counts as the end. Raises ValueError for an argument out of
-    range.
+    With K = 1 there is no noisy stage. A step beyond ``total_steps`` is treated as step ``total_steps``. Raises
+    ValueError for an invalid argument.
     """
     for name, value, needed, valid in (
         ("schedule", schedule, "qerl, paper or constant", schedule in ("qerl", "paper", "constant")),
@@ -125,10 +125,10 @@ def bf16_grid_noise(weight: Tensor, sigma: float, generator: torch.Generator) ->
 
 
 def _round_at_random(value: Tensor, draws: Tensor) -> Tensor:
-    """Round fp32 to bf16, up or down, so that the mean over all ``draws`` (int32, from 0 to 2^16 - 1) is ``value``.
+    """Round the fp32 ``value`` to bf16, up or down at random, so that the mean of the result is ``value``.
 
-    bf16 is the upper half of fp32. A random number is added to the lower half, and its carry rounds the upper half up
-    with the right probability.
+    ``draws`` are random int32 numbers from 0 to 2^16 - 1. bf16 is the upper half of fp32. Each draw is added to the
+    lower half, and the carry rounds the upper half up with the right probability.
     """
     return ((value.view(torch.int32) + draws) & -(2**16)).view(torch.float32).to(torch.bfloat16)
 
@@ -147,9 +147,9 @@ def _noisy(clean: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
 
 
 def clean_norms(stream: Iterable[tuple[str, Tensor]], norms: Collection[str]) -> dict[str, Tensor]:
-    """Return copies of ``norms`` on the CPU, from a stream without noise that is read to its end.
+    """Return CPU copies of the weights whose names are in ``norms``, by name.
 
-    Raises AqnError if a norm is missing.
+    ``stream`` yields (name, weight) pairs without noise, and is read to its end. Raises AqnError if a norm is missing.
     """
     clean = {name: tensor.detach().cpu().clone() for name, tensor in stream if name in norms}
     for norm in norms:
@@ -164,7 +164,7 @@ def perturb(
     """Yield the (name, whole tensor) pairs of ``stream``, with noise of std ``report.sigma`` on the norms in ``clean``.
 
     The stream may be in any order and contain only some of the tensors. ``clean`` is the result of clean_norms. All
-    noise is drawn on the CPU, so it is the same on every rank, layout and device. Only ``report`` is modified: the
+    noise is drawn on the CPU, so it is the same for every rank, layout and device. Only ``report`` is modified: the
     noise is added to its statistics. Raises AqnError if a norm in the stream differs from its clean weight, because
     noise on top of earlier noise would be a random walk.
     """
@@ -222,10 +222,10 @@ class NoiseReport:
 def check_report(report: NoiseReport, norms: Collection[str], tolerance: float = 0.1) -> None:
     """Raise AqnError unless all ``norms`` got noise in the push, with mean 0 and std sigma.
 
-    The std may differ by ``tolerance`` times sigma, or by 5 of its standard errors if that is more. For n Gaussian
-    elements its standard error is sigma / sqrt(2 n), which is 10 % of sigma at n = 50. If the noise consists of rare
-    jumps on the grid of bf16, the standard error is larger. The mean has the same limits, with its standard error
-    sigma / sqrt(n). Sigma 0 needs no check.
+    The std may differ from sigma by ``tolerance`` times sigma, or by 5 standard errors if that is more. The standard
+    error of the std is sigma / sqrt(2 n) for n Gaussian elements, which is 10 % of sigma at n = 50. If the noise
+    consists of rare jumps on the grid of bf16, the standard error is larger. The mean has the same limits, with the
+    standard error sigma / sqrt(n). If sigma is 0, nothing is checked.
     """
     sigma, n = report.sigma, report.num_elements
     if sigma == 0:

@@ -1,7 +1,7 @@
 """Chooses the questions of a step, from files or from generated arithmetic in GSM8K's form, and writes their prompts.
 
-tasks/question_files.py reads the files, and tasks/arithmetic.py generates questions. Which questions a step asks
-depends only on (seed, step).
+tasks/question_files.py reads the files, and tasks/arithmetic.py generates questions. The questions of a step depend
+only on (seed, step). With dynamic sampling, they also depend on the outcomes of earlier rounds.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Questions(Sequence[Question]):
         return self.questions[index]
 
     def as_read(self) -> str:
-        """Return the prompts and gold answers as a text, so that ranks can check that they read the same questions."""
+        """Return the prompts and gold answers as one string. Ranks compare it to check their files."""
         return repr([(one.prompt, one.gold) for one in self.questions])
 
     def pick(self, step: int, count: int) -> list[Question]:
         """Return the `count` questions of `step` (from 0), which depend only on (seed, step, count).
 
-        The permutations of all epochs form one sequence. Step s takes `count` positions of it, from s * count on. So
-        every epoch asks every question once, even if the number of questions is not a multiple of `count`.
+        Each epoch has a random permutation of the questions, and all permutations form one sequence. Step s takes
+        `count` questions of this sequence, starting at position s * count. So every epoch asks every question once,
+        even if the number of questions is not a multiple of `count`.
         """
         epochs = range(step * count // len(self), ((step + 1) * count - 1) // len(self) + 1)
         seeds = (derive_seed(self.seed, "epoch", epoch) for epoch in epochs)
@@ -70,7 +71,8 @@ class Questions(Sequence[Question]):
     def pick_more(self, step: int, round_: int, count: int, asked: Sequence[Question]) -> list[Question]:
         """Return `count` questions for another round of `step` that are not in `asked`, or fewer if too few are left.
 
-        They depend only on (seed, step, round) and `asked`. `pick` chooses its questions independently of them.
+        They depend only on (seed, step, round) and `asked`. They do not change the questions that `pick` returns for
+        later steps.
         """
         seed, known = derive_seed(self.seed, "dynamic", step, round_), {question.question for question in asked}
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self))
@@ -98,16 +100,17 @@ def read(data: DataConfig, split: str) -> tuple[list[Question], str, str]:
 def _read(data: DataConfig, paths: Paths, count: int = 0) -> tuple[list[Question], str]:
     """Return the questions in the files ``paths``, whose kind is data.source, and a description of their form.
 
-    If ``count`` is not 0, only this many questions are taken.
+    If ``count`` is not 0, only this many questions are returned, evenly spaced in the files.
     """
     return question_files.read(paths, data.columns if data.source == "file" else None, count)
 
 
 def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig]:
-    """Return for each set of held-out questions, by its name, a section data whose split "test" is this set.
+    """Return a DataConfig for each set of held-out questions, by the name of the set.
 
-    The main set has the name "" and the section ``data``. Each of ``sets`` (eval.sets) has a copy with its own files.
-    If ``data`` generates its questions, the source of these copies is gsm8k.
+    The split "test" of a DataConfig is its set. The main set has the name "" and the DataConfig ``data``. Each set in
+    ``sets`` (eval.sets) gets a copy of ``data`` with the files of the set. If ``data`` generates its questions, the
+    source of these copies is gsm8k.
     """
     source = "gsm8k" if data.source == "arithmetic" else data.source
     return {"": data} | {
@@ -118,7 +121,7 @@ def of_sets(data: DataConfig, sets: Mapping[str, Paths]) -> dict[str, DataConfig
 def few_shot(data: DataConfig, asked: Sequence[Question]) -> list[Question]:
     """Return the worked examples in data.few_shot_path, or [] without a path.
 
-    Raises InputError if they contain a question of ``asked``, because it would be asked after its own answer.
+    Raises InputError if they contain a question of ``asked``, because its prompt would then show its answer.
     """
     examples = _read(data, data.few_shot_path)[0] if data.few_shot_path else []
     if repeated := question_files.asked_in(asked, examples):
@@ -165,8 +168,8 @@ def load(
 def _short_enough(questions: list[Question], data: DataConfig, source: str) -> list[Question]:
     """Return the questions whose prompts have at most data.max_prompt_tokens tokens.
 
-    Raises InputError if no prompt is short enough, or if data.overlong_prompts refuses longer ones. ``source`` is the
-    source of the questions, for the message.
+    Raises InputError if no prompt is short enough, or if data.overlong_prompts refuses longer prompts. ``source``
+    is the source of the questions, for the message.
     """
     limit, lengths = data.max_prompt_tokens, [len(question.prompt) for question in questions]
     kept = [question for question in questions if len(question.prompt) <= limit]
@@ -230,9 +233,9 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a prompt: the system turn, the worked `examples`, then the question's other turns.
 
-    Their text comes from the tokenizer's chat template, or from PROMPT if the tokenizer has none. Tokenizing the text
-    adds no special tokens such as BOS, so the prompt has only those of the template. Raises InputError if the template
-    leaves out a text.
+    ``asked`` are the turns of the question. The tokenizer's chat template formats all turns, or PROMPT if the tokenizer
+    has no template. Tokenizing the result adds no special tokens such as BOS, so the prompt has only those of the
+    template. Raises InputError if the template leaves out the text of a turn.
     """
     turns = _all_turns(asked, data, examples)
     text = _chat_text(turns, tokenizer, data) if tokenizer.chat_template else _plain_text(turns, data)
@@ -247,7 +250,10 @@ def prompt_ids(
 
 
 def _all_turns(asked: Sequence[Turn], data: DataConfig, examples: Sequence[Question]) -> list[Turn]:
-    """Return the turns of a prompt, with data.instruction after each question."""
+    """Return the turns of a prompt: the system turn, the worked ``examples``, and the turns of the question ``asked``.
+
+    data.instruction is appended to each question. Raises InputError if there are two system turns.
+    """
     turns = [*[("system", data.system)] * bool(data.system), *(turn for turn in asked if turn[0] == "system")]
     if len(turns) > 1:
         raise InputError(f"data.system: the question {asked[-1][1][:60]!r} has a system turn; remove one of the two")
@@ -292,9 +298,9 @@ def _refuse_control_tokens(rows: Sequence[Question], tokenizer: PreTrainedTokeni
 def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Raise InputError unless the prompt of ``turns`` ends with the beginning of an assistant turn.
 
-    The template's text for an earlier assistant turn shows how such a turn begins. Alternatively, it is enough that the
-    text which add_generation_prompt appends names the assistant. For a template that can show only one question, it is
-    enough that the text after the question names it. The last text of ``turns`` must be unique.
+    The template's text for an earlier assistant turn shows how such a turn begins. It is also enough if the text that
+    add_generation_prompt appends names the assistant. For a template that can show only one question, it is enough if
+    the text after the question names the assistant. The text of the last turn must be unique.
     """
     if not tokenizer.chat_template:
         return
@@ -317,10 +323,10 @@ def refuse_closed(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, dat
 
 
 def _chat_text(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, data: DataConfig, opens: bool = True) -> str:
-    """Return the text of the turns in the tokenizer's chat template.
+    """Return the turns as one string, formatted by the tokenizer's chat template.
 
-    If ``opens`` is true, the beginning of the assistant's turn follows them. Raises InputError if the template fails or
-    does not read a variable of data.chat_template_kwargs.
+    If ``opens`` is true, the beginning of the assistant's turn follows them. Raises InputError if the template fails,
+    draws at random, or does not read a variable of data.chat_template_kwargs.
     """
     template = str(tokenizer.chat_template)
     for name, value in data.chat_template_kwargs.items():
@@ -352,7 +358,10 @@ def open_environment(
     pool: Pool,
     waiting: Waiting = contextlib.nullcontext,
 ) -> Environment | None:
-    """Return the environment of rollout.environment, or None without one. The function runs in ``pool``."""
+    """Return the environment for the function rollout.environment, or None if this key is not set.
+
+    The function runs in ``pool``. For ``waiting`` see tasks/environment.py.
+    """
     if not rollout.environment:
         return None
     template = turn_tokens(tokenizer, data, rollout.environment_role, stop_tokens)
@@ -366,10 +375,10 @@ ASKED, ANSWERED = "a turn of the policy", 'the "answer"\nto it'
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, role: str, stop_tokens: Collection[int]
 ) -> Template:
-    """Return the tokens that the chat template writes after an assistant turn, around a text of ``role``.
+    """Return the tokens that the chat template writes after an assistant turn, before and after the text of ``role``.
 
-    They are cut from a conversation whose texts are dummies. Raises InputError unless the template shows the dummies
-    unchanged.
+    They are taken from a conversation with dummy texts. Raises InputError unless the template shows these texts
+    unchanged, with one of ``stop_tokens`` between them.
     """
     if not tokenizer.chat_template:
         return Template()
@@ -386,15 +395,15 @@ def turn_tokens(
 
 
 def _refuse_clock(form: str) -> str:
-    """Raise InputError, because a prompt with the date could differ between ranks or after a resume."""
+    """Raise InputError if a template asks for the date, which could differ between ranks or after a resume."""
     raise InputError(f"strftime_now({form!r}): its prompts depend on the clock; use a template with a fixed date")
 
 
 def _is_switch(name: str, template: str) -> bool:
-    """Return whether ``template`` only sets its variable ``name``, or tests whether it is true or defined.
+    """Return whether ``template`` only sets its variable ``name``, or tests whether the variable is true or defined.
 
-    Such a template would take any text for true. If it tests whether the variable is false, 0 and null do not count as
-    false.
+    Such a template would treat any non-empty string as true. If it tests whether the variable is false, 0 and null do
+    not count as false.
     """
     uses = re.findall(rf"\b{re.escape(name)}\b", template)
     asked = r"\b(?:if|elif|and|or|not)\s+\(?{0}(?=\s*(?:-?[%}}]}}|\)|and\b|or\b|else\b|is\b))|\bset\s+{0}\s*="
@@ -402,7 +411,10 @@ def _is_switch(name: str, template: str) -> bool:
 
 
 def _plain_text(turns: Sequence[Turn], data: DataConfig) -> str:
-    """Return the text of the turns in the form PROMPT, with an empty line after the system text and worked answers."""
+    """Return the turns as one string in the form PROMPT, with an empty line after the system text and each answer.
+
+    Raises InputError if data.chat_template_kwargs is set.
+    """
     if data.chat_template_kwargs:
         raise InputError(
             f"data.chat_template_kwargs: {', '.join(data.chat_template_kwargs)} has no effect, because this tokenizer "

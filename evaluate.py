@@ -52,14 +52,14 @@ def evaluate(
     beat: Callable[[str], None] = lambda done: None,
     environment: Environment | None = None,
 ) -> tuple[dict, list[dict], list[Row]]:
-    """Return a summary (keys eval/...), an outcome per question, and a row per answer. Every rank calls this together.
+    """Return a summary (keys eval/...), an outcome per question, and a row per answer. All ranks call this together.
 
     Every rank gets the same summary and outcomes, but only rank 0 gets the rows. ``held_out`` has the main set under
-    the name "", and the sets of eval.sets under their names, with keys eval/NAME/... Only ``tensor`` and
-    ``max_new_tokens`` of ``sampling`` are used. ``beat`` is called for every wave of questions.
-    An answer depends only on the name of its set and the index of its question, not on the seed or the step of the run.
-    So two evaluations differ only by their policies. The intervals count questions rather than samples, because the k
-    samples of a question are not independent.
+    the name "", and the sets of eval.sets under their names. The keys of such a set begin with eval/NAME/. Only
+    ``tensor`` and ``max_new_tokens`` of ``sampling`` are used. ``beat`` is called before each batch of questions.
+    The random draws of an answer depend only on the name of its set and the index of its question. They do not depend
+    on the seed or the step of the run, so two evaluations differ only by their policies. The confidence intervals count
+    questions rather than samples, because the k samples of a question are not independent.
     """
     summary, outcomes, rows = {}, [], []
     for name, questions in held_out.items():
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def prefix(name: str) -> str:
-    """Return the prefix of the keys of the set ``name``. The main set has the name ""."""
+    """Return the prefix of the summary's keys for the set ``name``. The main set has the name ""."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -91,10 +91,10 @@ def _results(
     beat: Callable[[str], None],
     environment: Environment | None,
 ) -> tuple[torch.Tensor, list[Row]]:
-    """Return measurements of the greedy and the k sampled answers of all questions, on every rank.
+    """Return measurements of all answers, equal on every rank, and a row for each answer that this rank sampled.
 
-    They are (questions, 1 + k, [correct, parsable, length]). The second result has a row for each answer that this rank
-    sampled.
+    Each question has one greedy and k sampled answers. The measurements correct, parsable and length of each answer
+    form a tensor (questions, 1 + k, 3).
     """
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor
@@ -127,9 +127,9 @@ def _results(
 
 
 def _summary(results: torch.Tensor, key: str) -> dict:
-    """Return shares, intervals and counts, whose names begin with ``key``.
+    """Return shares, confidence intervals and counts, by names that begin with ``key``.
 
-    ``results`` is (questions, 1 + k, [correct, parsable, length]).
+    ``results`` is the tensor of measurements that _results returns.
     """
     n, k = len(results), results.shape[1] - 1
     summary: dict = {f"{key}num_questions": n, f"{key}samples": k}
@@ -150,16 +150,16 @@ def _summary(results: torch.Tensor, key: str) -> dict:
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the 95 % interval (Wilson, 1927) of ``share``, a share of n questions.
+    """Return the confidence interval (Wilson, 1927) of ``share``, a share of ``n`` questions.
 
-    The interval is inside [0, 1] even if the share is 0 or 1.
+    The default ``z`` gives the 95 % interval. The interval is inside [0, 1] even if the share is 0 or 1.
     """
     centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 def headline(summary: dict, name: str = "") -> str:
-    """Return a text with the accuracies on the set ``name``, by default the main set. For example:
+    """Return one line with the accuracies on the set ``name``, by default the main set. For example:
 
     `sampled 31.2 % (28.5-34.1), greedy 24.0 % (21.5-26.7), n = 1,024`
     """
@@ -193,8 +193,8 @@ def result_line(before: dict, after: dict, source: str) -> str:
 def measure(cfg: Config) -> dict:
     """Measure cfg.model on the held-out questions and eval.sets, and return the summary on every rank.
 
-    Every rank calls this together. The weights are those from which a training run starts: in model.dtype, and
-    quantised as model.quantisation says.
+    All ranks call this together. The weights are those from which a training run starts: in model.dtype, and quantised
+    as model.quantisation says.
     """
     cfg = cfg.changed(rollout={"sync": "merged", "expert_parallel": False})  # no adapter, whole tensors
     scorer = Scorer(cfg.reward, environment=cfg.rollout.environment)  # before the device

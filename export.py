@@ -4,9 +4,10 @@
     python export.py RUN|ADAPTER --probes DIR [--base MODEL]       write probes that show if an adapter is applied
 
 The command runs in one process on the CPU and handles one tensor at a time, without Megatron, transformers or peft.
-Only --probes loads a model, with transformers, or with Megatron under torchrun. A merged model is read back and checked
-(names, shapes, finite values) before DIR gets its name. tests/runs/test_one_policy.py shows that transformers and peft
-compute the trainer's log-probabilities from these files. E is the number of experts, and R the LoRA rank.
+Only --probes loads a model, with transformers, or with Megatron under torchrun. A merged model is written to a
+temporary folder, read back and checked (names, shapes, finite values). Then the folder is renamed to DIR.
+tests/runs/test_one_policy.py shows that transformers and peft compute the trainer's log-probabilities from these files.
+E is the number of experts, and R the LoRA rank.
 """
 
 import argparse
@@ -63,8 +64,8 @@ def read_policy(
 ) -> tuple[Config, checkpoint.Checkpoint, list[str], Architecture, list[Adapted], dict[str, Tensor]]:
     """Return a run's configuration, checkpoint, accepted changes of inputs, architecture, adapted modules, and factors.
 
-    Raises InputError if model or data have changed and ``accept_changed_inputs`` is false, or if the factors do not fit
-    the model.
+    For ``step`` see read_run. Raises InputError if the model or the data have changed and ``accept_changed_inputs`` is
+    false, or if the factors do not fit the model.
     """
     cfg, found = read_run(run_dir, step)
     changed = changed_inputs(run_dir, input_files(cfg), Path(cfg.model.path))
@@ -77,7 +78,7 @@ def read_policy(
 def read_run(run_dir: Path, step: int | None) -> tuple[Config, checkpoint.Checkpoint]:
     """Return the run's configuration, and its checkpoint after ``step`` steps.
 
-    If ``step`` is None, the checkpoint is the newest one with correct checksums. Raises InputError if the folder is not
+    If ``step`` is None, return the newest checkpoint with correct checksums. Raises InputError if the folder is not
     a run or has no such checkpoint. It is also an error if lora, model.dtype or model.quantisation in config.yaml has
     changed since the checkpoint.
     """
@@ -144,7 +145,8 @@ def merged_part(
 ) -> list[Tensor]:
     """Return the merged ``weights`` of adapted.names(part), computed with the same matrix products as in the trainer.
 
-    A product of the transposed factors, or of a different set of rows, may round differently.
+    ``part`` is one of the slices of lora_megatron.merged_parts. A product of the transposed factors, or of a different
+    set of rows, may round differently.
     """
     module, scale = adapted.module, alpha / adapted.rank
     a, b = factors[f"{adapted.name}.A"], factors[f"{adapted.name}.B"]
@@ -168,7 +170,10 @@ def write_merged(
     factors: dict[str, Tensor],
     alpha: float,
 ) -> None:
-    """Write the merged model with the tensor names of the base model to ``folder``."""
+    """Write the merged model to ``folder``, with the tensor names of the base model.
+
+    Raises InputError if a merged weight is not finite.
+    """
     source, dtype = Path(model.path), devices.DTYPES[model.dtype]
     base = huggingface.read_model(source, arch)
     huggingface.save_model(merged_tensors(base, arch, modules, factors, alpha, dtype, model.quantisation), folder)
@@ -196,7 +201,7 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
     """Write an adapter for peft.PeftModel.from_pretrained to ``folder``, with a README on the programs that apply it.
 
     The files contain the absolute path of the base model, because the adapter can be used from any folder. The
-    tokenizer and its chat template are in the same folder, as servers expect.
+    tokenizer and its chat template are copied to the same folder, because servers expect them there.
     """
     peft_adapters.write(folder, os.path.abspath(base_model), arch, pairs, alpha, form)
     of_vllm = "vLLM 0.30.0 ignores a rank_pattern and an alpha_pattern, without a warning."
@@ -210,9 +215,9 @@ def write_adapter(folder: Path, base_model: str, arch: Architecture, pairs: Pair
 def write_probes(source: Path, out_dir: Path, base: str | None, of_run: dict) -> str:
     """Write the probes of weights/probes.py and the adapter of ``source`` to ``out_dir``, and return a line to print.
 
-    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that the adapter names). The expected
-    values come from transformers in float64. Under torchrun, every rank calls this together, and the values come from
-    the run's trainer in its layout.
+    ``source`` is a run, or a PEFT adapter for ``base`` (None means the model that the adapter names). ``of_run`` has
+    the arguments ``step`` and ``accept_changed_inputs`` of read_policy. The expected values come from transformers in
+    float64. Under torchrun, all ranks call this together, and the values come from the run's trainer in its layout.
     """
     refuse_used(out_dir)
     cfg, under_torchrun, first = None, "RANK" in os.environ, parallel_setup.launched_rank() == 0
@@ -262,8 +267,9 @@ def _note(text: str) -> None:
 def export(run_dir: Path, out_dir: Path, *, form: Form | None, step: int | None, accept_changed_inputs: bool) -> str:
     """Write the run's adapter in ``form``, or its merged model if ``form`` is None, and return a line to print.
 
-    Raises InputError if ``out_dir`` is not empty, or if the run has no good checkpoint. It is also an error if the base
-    model does not fit or has changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
+    Raises InputError if ``out_dir`` is not empty, or if the run has no checkpoint with correct checksums. It is also an
+    error if the base model does not fit. If ``accept_changed_inputs`` is false, the model and the data must not have
+    changed since the run. Accepted changes are listed in ``out_dir``/changed_inputs.json.
     """
     refuse_used(out_dir)
     cfg, found, changed, arch, modules, factors = read_policy(run_dir, step, accept_changed_inputs)

@@ -3,7 +3,7 @@
 This file needs only torch.
 
 P is the number of prompts, G the number of completions per prompt, B the number of rows, and T the number of tokens per
-padded row. A log-probability belongs to the token at the same position. The mask is non-zero on completion tokens.
+padded row. A log-probability belongs to the token at the same position. The mask is non-zero on sampled tokens.
 Values outside the mask, even NaN, change neither a result nor a gradient, and a row without a token in the mask
 contributes exactly 0.
 
@@ -31,7 +31,7 @@ GSPO_LOG_RATIO_LIMIT = 10.0  # nats; an upper limit only
 
 # ----------------------------------------------------------------------------------------------------------- advantages
 def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "std") -> Tensor:
-    """Compute how much better each completion is than its group.  (P, G) -> (P, G)
+    """Compute the advantage of each completion over its group.  (P, G) -> (P, G)
 
     std: reward minus the group's mean, divided by its standard deviation (ddof 1) + 1e-6 (GRPO, arXiv 2402.03300).
     none: reward minus the group's mean (Dr. GRPO, arXiv 2503.20783).
@@ -65,7 +65,7 @@ def group_advantages(rewards: Tensor, norm: str | Callable[[Tensor], Tensor] = "
 
 
 def distilled(advantages: Tensor, old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """Return the advantages A - coef x (old_logp - teacher_logp) of sampled tokens.  (B,) -> (B, T)
+    """Return A - coef x (old_logp - teacher_logp) for each token, where A is its row's advantage.  (B,) -> (B, T)
 
     This is on-policy distillation by policy gradients (MiniLLM, arXiv 2306.08543). The difference in
     brackets is the estimate k1 of KL(policy || teacher), limited to +-20 nats. The gradient of this KL is the mean of
@@ -146,12 +146,12 @@ def policy_loss(
     r = exp(logp - old_logp), A = advantage, clip(r) = r limited to [1 - clip_low, 1 + clip_high].
     ppo (arXiv 1707.06347): max(-A r, -A clip(r)) with the log-ratio limited to +-20. If A < 0, the loss is at most
     -A dual_clip (arXiv 1912.09729); if dual_clip is 0 or None, this limit is off.
-    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios. Its gradient is spread
-    over the row's tokens, and there is no dual clip.
+    gspo (arXiv 2507.18071): the same maximum, but r is the geometric mean of the row's ratios. The gradient of r is
+    spread over the row's tokens, and there is no dual clip.
     cispo (arXiv 2506.13585): -clip(r) A logp, where clip(r) is a constant, so only logp has a gradient.
-    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. It is 0 if the token's probability has risen by more than
+    dppo_tv (arXiv 2602.04879, Binary-TV): -A r. The loss is 0 if the token's probability has risen by more than
     clip_high and A > 0, or has fallen by more than clip_low and A < 0.
-    If ``kind`` is a function, it computes the token losses itself.
+    If ``kind`` is a function, it computes the token losses and their metrics itself.
 
     For aggregate, num_tokens, num_sequences and max_new_tokens see aggregate_loss. GSPO's paper uses
     seq-mean-token-mean. The statistics have no gradient. They are policy_loss, which is the loss itself, and means over
@@ -248,7 +248,7 @@ def _dppo_tv(x: LossInputs) -> PerToken:
 
 
 def _pessimistic(x: LossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the larger of the plain and the clipped loss of each token, and where the clipped one is larger."""
+    """Return the larger of the plain and the clipped loss of each token, and whether the clipped loss is larger."""
     plain, clipped = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
     return torch.maximum(plain, clipped), clipped > plain
 
@@ -287,9 +287,9 @@ def aggregate_loss(
 
     token-mean: sum / num_tokens. seq-mean-token-sum: sum / num_sequences. seq-mean-token-mean: sum of the rows' means /
     num_sequences. dr-grpo: sum / (num_sequences x max_new_tokens).
-    num_tokens and num_sequences count the whole update over all data ranks, including groups of equal reward that the
-    forward pass skips. If they are None, the counts are those of this micro-batch: its tokens in the mask, and its rows
-    with such tokens.
+    num_tokens and num_sequences count the whole update over all data ranks, including groups with equal rewards that
+    the forward pass skips. If they are None, the counts are those of this micro-batch: its tokens in the mask, and its
+    rows with such tokens.
     Raises ValueError for an unknown aggregate, and for dr-grpo without max_new_tokens.
     """
     _require("aggregate", aggregate, AGGREGATES)
@@ -315,10 +315,10 @@ def rollout_weights(
     clip: float = 2.0,
     low: float = 0.5,
 ) -> Tensor:
-    """Compute importance weights for tokens whose sampler had other numerics or an older policy.  (B, T) -> (B, T)
+    """Compute importance weights for tokens from a sampler with other numerics or an older policy.  (B, T) -> (B, T)
 
-    old_logp are the trainer's log-probs before the first update on these rows. For a token, r is
-    exp(old_logp - rollout_logp).
+    old_logp are the trainer's log-probs before the first update on these rows, and rollout_logp those of the sampler.
+    For a token, r is exp(old_logp - rollout_logp).
     token: min(r, clip).
     sequence: for each token of a row, the product of the row's r, at most clip.
     icepop (IcePop, arXiv 2510.18855, which uses 0.5 and 5): r if low <= r <= clip, otherwise 0.
@@ -349,17 +349,17 @@ def rollout_weights(
 
 # ---------------------------------------------------------------------------------------------------- masks and checks
 def _inside(mask: Tensor, value: Tensor) -> Tensor:
-    """Return the value inside the mask, and 0 outside it, where the gradient is 0 even for NaN."""
+    """Return ``value`` inside the mask and 0 outside it. Outside, the gradient is 0 even if ``value`` is NaN."""
     return torch.where(mask != 0, value, torch.zeros_like(value))
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
-    """Cast to float32 or wider, because bf16 has only 8 bits for a log-probability and rewards may be integers."""
+    """Cast to float32 or wider. bf16 gives a log-probability only 8 significant bits, and rewards may be integers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _at_least_one(count: int | Tensor) -> int | Tensor:
-    """Return the count as a divisor, so that an update without any token has the loss 0 and not 0 / 0."""
+    """Return ``count``, or 1 if it is 0, so that an update without any token has the loss 0 and not 0 / 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 

@@ -18,7 +18,10 @@ from facts.engines import ENGINES, EngineName, Kind, whole_experts
 
 
 def knob(default: Any, description: str, **bounds: Any) -> Any:
-    """Return a field with a description. If the default is `...`, the configuration file must give a value."""
+    """Return a field with a description. If the default is `...`, the configuration file must give a value.
+
+    ``bounds`` are pydantic's constraints on the value, such as ge and le.
+    """
     return Field(default, description=description, **bounds)
 
 
@@ -41,14 +44,14 @@ def user_path(text: str) -> str:
 
 
 def _written(paths: str | tuple[str, ...]) -> str | list[str]:
-    """Return the text that the user wrote, because a record must not contain the name of a home folder."""
+    """Return each path as the user wrote it, because a record must not contain the name of a home folder."""
     if isinstance(paths, tuple):
         return [getattr(path, "written", path) for path in paths]
     return getattr(paths, "written", paths)
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Apply user_path to a text, or to each text of a list, and return a list as a tuple.
+    """Apply user_path to a string, or to each string of a list. The result for a list is a tuple.
 
     Raises ValueError for other values.
     """
@@ -96,7 +99,7 @@ class ModelConfig(Section):
 
 
 class TinyModelConfig(Section):
-    """A model that is created at model.path if there is none. The defaults are the model of configs/tiny_cpu.yaml."""
+    """A model that is created if model.path does not exist. The defaults give the model of configs/tiny_cpu.yaml."""
 
     architecture: FamilyName = knob(..., "the model_type of Qwen3-30B-A3B, Qwen1.5-MoE or OLMoE")
     vocab_size: int = knob(
@@ -250,7 +253,7 @@ class LoraConfig(Section):
     expert_rank: int = knob(0, "R of routed experts, e.g. rank / experts_per_token; 0: like rank", ge=0, le=2**12)
 
     def rank_of(self, is_expert: bool) -> int:
-        """Return the LoRA rank, for the routed experts if ``is_expert`` is true, otherwise for all other modules."""
+        """Return the LoRA rank of the routed experts if ``is_expert`` is true, otherwise that of all other modules."""
         return self.expert_rank or self.rank if is_expert else self.rank
 
 
@@ -371,7 +374,7 @@ class ReplayConfig(Section):
 
 
 class ChecksConfig(Section):
-    """The checks of run/tripwires.py that only warn or are off, and a bound. A check in both lists is off."""
+    """The checks of run/tripwires.py that only warn or are off, and one bound. A check in both lists is off."""
 
     warn: tuple[str, ...] = knob(
         ("unparsable", "truncated", "collapse", "gradient_spike", "entropy"),
@@ -424,15 +427,16 @@ class TrainConfig(Section):
         return math.inf if self.completions_logged == "all" else self.completions_logged
 
     def is_due(self, steps_done: int, every: int) -> bool:
-        """Return whether an action is due that happens every ``every`` steps, and after the last step.
+        """Return whether an action is due after ``steps_done`` steps.
 
-        If ``every`` is 0, the action happens only after the last step.
+        The action is due every ``every`` steps and after the last step. If ``every`` is 0, it is due only after the
+        last step.
         """
         return steps_done == self.steps or (every > 0 and steps_done % every == 0)
 
 
 class Merging(enum.IntEnum):
-    """Where (alpha / R) B A is merged into the weights in model.dtype. Each value includes the values before it."""
+    """The places where (alpha / R) B A is merged into weights in model.dtype. Each value includes those before it."""
 
     NOWHERE = 0  # the engine gets the factors separately from the weights
     PUSHES = 1  # in the pushed weights; the trainer adds the update to a layer's output, which differs by 1e-7 in fp32
@@ -477,7 +481,7 @@ class Config(Section):
 
     @property
     def merging(self) -> Merging:
-        """Where the LoRA update is merged into the weights."""
+        """The places where the LoRA update is merged into the weights."""
         rollout, is_bf16 = self.rollout, self.model.dtype == "bf16"
         apart_by_default = rollout.kind.prefers_factors and is_bf16
         if rollout.sync == "adapter" or (rollout.sync == "auto" and apart_by_default):
@@ -492,12 +496,13 @@ class Config(Section):
 
     @property
     def earlier_passes(self) -> float:
-        """The number of the policy's passes without gradients over a step's tokens, before its first update.
+        """The number of the policy's forward passes without gradients before the first update of a step.
 
-        One pass computes the old log-probs of the tokens of all updates but the first. The first update needs none,
-        because the policy has not changed yet and its ratio is 1. With r2 this pass covers all tokens, because it also
-        records the routes. With rollout.staleness there is one more pass, with the adapters of the older policy. The
-        passes of the reference and of a teacher are not counted.
+        A pass over a part of the step's tokens counts as that part of a pass. One pass computes the old log-probs of
+        the tokens of all updates but the first. The first update needs no such pass, because the policy has not changed
+        yet and its ratio is 1. With r2 this pass covers all tokens, because it also records the routes. With
+        rollout.staleness there is one more pass, with the adapters of the older policy. The passes of the reference and
+        of a teacher are not counted.
         """
         first = 0 if self.replay.mode == "r2" else self.optim.prompts_per_update
         return 1 - first / self.rollout.prompts_per_step + (self.rollout.staleness > 0)

@@ -45,7 +45,7 @@ class Update(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a metric that one micro-batch adds, and whether the metric is a mean over updates or tokens."""
+    """The part of a metric that one micro-batch adds, and the kind of the metric: a mean over updates or tokens."""
 
     value: Tensor  # already divided by one of the update's counts, for example by its tokens
     of: Literal["updates", "tokens"]
@@ -60,7 +60,7 @@ class LossShare(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A pass without gradients that fills a field of micro-batches before the first update of a rollout."""
+    """A forward pass without gradients that fills one field of each micro-batch before a rollout's first update."""
 
     phase: str  # phase of the timer
     field: str  # field of MicroBatch
@@ -95,13 +95,14 @@ class Learner:
     def sampling_policy(self) -> contextlib.AbstractContextManager:
         """Switch to the adapters of rollout.staleness training steps ago in this block.
 
-        Before a step, these adapters will sample its rollout. During the step, until _keep_factors is called, they are
-        the adapters that sampled it.
+        In the first steps of a run, these are the adapters from the start of the run. Before a step, they are the
+        adapters that will sample the step's rollout. During the step, until _keep_factors is called, they are those
+        that sampled it.
         """
         return self.policy.holding(self.stale_factors[0]) if self.stale_factors else contextlib.nullcontext()
 
     def _keep_factors(self) -> None:
-        """Keep a copy of the factors, with which a rollout is sampled rollout.staleness training steps later."""
+        """Keep a copy of the factors, for sampling the rollout that comes rollout.staleness training steps later."""
         if len(self.stale_factors) < self.cfg.rollout.staleness:
             self.stale_factors.append(self.policy.copied_factors())
         elif self.stale_factors:  # the memory of the oldest copy gets the newest one
@@ -109,9 +110,9 @@ class Learner:
             adapter_weights.copy_(self.stale_factors[-1], self.policy.factors)
 
     def learn_from(self, teacher: Iterable[tuple[str, Tensor]]) -> None:
-        """Store this rank's pieces of the factors of loss.teacher.
+        """Store this rank's pieces of the teacher's factors.
 
-        ``teacher`` yields each whole factor with its name in a checkpoint.
+        ``teacher`` yields each whole factor of loss.teacher, with its name in a checkpoint.
         """
         self.teacher = self.policy.copied_factors()
         names = {adapter_weights.hf_name(name, self.arch): name for name in self.teacher}
@@ -214,8 +215,8 @@ class Learner:
     def _routed(self, micro: MicroBatch, count: bool = False) -> contextlib.AbstractContextManager:
         """Replay the routes of ``micro`` in this block, if it has any.
 
-        With ``count``, this pass is compared with the recorded routes for RoutingReplay.differing_share. Without
-        replay, and in a micro-batch without rows, there are no routes.
+        If ``count`` is true, RoutingReplay.differing_share includes this pass. Without replay, and in a micro-batch
+        without rows, there are no routes.
         """
         if micro.routes is None:
             return contextlib.nullcontext()
@@ -237,9 +238,9 @@ class Learner:
         """Return the passes that this run needs, in their order.
 
         stale_logp comes from the policy that sampled, for the metrics of the gap to the sampler. old_logp comes from
-        before the first optimizer step, and the ratios of later updates are relative to it. The first update needs no
-        such pass, because the policy has not changed yet and its ratio is 1. With replay r2 every update has this
-        pass, because it also records the routes.
+        the policy before the first optimizer step, and the ratios of later updates are relative to it. The first update
+        needs no pass for old_logp, because the policy has not changed yet and its ratio is 1. With replay r2 every
+        update has this pass, because it also records the routes.
         """
         cfg, current = self.cfg, contextlib.nullcontext
         every, later = all_micro_batches(updates), all_micro_batches(updates[1:])
@@ -266,12 +267,12 @@ class Learner:
 
     @torch.no_grad()
     def _freely(self, micro: MicroBatch) -> Tensor:
-        """Compute the log-probs on the router's own routes, because replayed ones would change a teacher.  -> (b, T)"""
+        """Compute the log-probs without replay, because replayed routes would change a teacher's output.  -> (b, T)"""
         return self.policy.logprobs(micro).logp
 
     @torch.no_grad()
     def _recording(self, micro: MicroBatch) -> Tensor:
-        """Compute the log-probs, and store the routes of this pass in ``micro``, which replays them from now on."""
+        """Compute the log-probs, and store this pass's routes in ``micro`` for replay in later passes.  -> (b, T)"""
         micro.replayed = micro.packing.num_rows[None]
         stats, micro.routes = self.replay.record(lambda: self.policy.logprobs(micro), num_rows=1)
         return stats.logp
@@ -280,7 +281,7 @@ class Learner:
         """Return the mean gap between ref_logp and the log-probs of a policy whose B is 0, in nats per token.
 
         With B = 0 the adapters change nothing, so the two must agree. In a new run B is 0 already; in a resumed run it
-        is replaced by 0 for this comparison. Every rank calls this together.
+        is replaced by 0 for this comparison. All ranks call this together.
         """
         unchanged = dict(self.policy.factors)
         for name, factor in unchanged.items():
@@ -371,7 +372,8 @@ class Learner:
     def _step(self, step: int) -> float:
         """Clip the gradient, make one AdamW step, and return the gradient's norm before clipping.
 
-        The learning rate depends on the training ``step``, so all optimizer steps of a rollout have the same one.
+        The learning rate depends on the training ``step``, so all optimizer steps of a rollout have the same rate.
+        Raises Tripped if the norm is not finite.
         """
         norm = self.parallel.gradient_norm(self.parameters).item()
         if not math.isfinite(norm):
@@ -410,7 +412,7 @@ class Learner:
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         """Return whole factors and moments by Hugging Face name, and the number of optimizer steps.
 
-        Any layout can load them. Every rank calls this together, but only rank 0 gets the tensors, on the host.
+        Any layout can load them. All ranks call this together, but only rank 0 gets the tensors, on the host.
         """
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind, *_ in self.saved_parts()}
         for kind, ending, values in self.saved_parts():
@@ -442,7 +444,7 @@ class Learner:
     def saved_parts(self) -> list[tuple[str, str, Mapping[str, Tensor]]]:
         """Return the parts of the state to save.
 
-        Each is a tuple of the kind of file, the ending that names get in the file, and this rank's tensors by name.
+        Each part is a tuple of the kind of file, the suffix of names in the file, and this rank's tensors by name.
         """
         parts: list[tuple[str, str, Mapping[str, Tensor]]] = [("adapter", "", self.policy.factors)]
         parts += [("optimizer", f".{moment}", self.moments[moment]) for moment in MOMENTS]
@@ -452,10 +454,10 @@ class Learner:
 
     @torch.no_grad()
     def not_saved(self, saved: Checkpoint | None) -> str:
-        """Return a text that names adapters, moments or counts that differ from ``saved``, or "" if none does.
+        """Return a message that names adapters, moments or counts that differ from ``saved``, or "".
 
-        Every rank calls this together, but only rank 0 needs ``saved``. Rank 0 cuts each whole tensor into the pieces
-        of all ranks and compares their checksums. This also checks Policy.gathered, because cutting is its inverse.
+        All ranks call this together, but only rank 0 needs ``saved``. Rank 0 cuts each whole tensor into the pieces of
+        all ranks and compares their checksums. This also checks Policy.gathered, because cutting is its inverse.
         """
         parallel = self.parallel
         tensors = {}
@@ -473,7 +475,7 @@ class Learner:
     def _differences(self, saved: Checkpoint, by_rank: list[tuple[int, int, dict]]) -> list[str]:
         """Return the names of tensors and counts whose values differ between ``saved`` and the current state.
 
-        ``by_rank`` has the tensor rank, the expert rank and the checksum of each tensor of every rank.
+        For every rank, ``by_rank`` has its tensor rank, its expert rank and the checksums of its tensors.
         """
         differences = []
         if (steps := saved.state.get("optimizer_steps")) != self.optimizer_steps:
@@ -490,7 +492,8 @@ class Learner:
     def _fits(self, name: str, whole: Tensor, sums: list[tuple[int, int, tuple[int, int]]]) -> bool:
         """Return whether the pieces of ``whole`` have the checksums in ``sums``.
 
-        ``sums`` has the tensor rank, the expert rank and the checksum of the factor ``name`` on every rank.
+        ``whole`` is the factor ``name`` or one of its moments. For every rank, ``sums`` has its tensor rank, its expert
+        rank and the checksum of its piece.
         """
         factor = self.policy.factors[name]
         if tuple(whole.shape) != whole_shape(factor, self.parallel):

@@ -5,9 +5,9 @@ as its base. For a column-parallel linear, each rank has the whole A and a shard
 linear, each rank has a shard of A's input columns and the whole B. E is the number of local experts and R the rank.
 Merging needs no communication, because each rank adds its own B A to its own shard.
 
-When weights are merged in bf16, the sampler gets W + (alpha / R) B A rounded to bf16, which removes most of a small
-update. To keep the trained policy equal to the one that samples, the forward pass then multiplies by the same rounded
-weight. A and B get the gradient that they would have without the rounding (a straight-through estimator, arXiv
+When weights are merged in bf16, the sampler gets W + (alpha / R) B A rounded to bf16. The rounding removes most of a
+small update. To keep the trained policy equal to the policy that samples, the forward pass then multiplies by the same
+rounded weight. A and B get the gradient that they would have without the rounding (a straight-through estimator, arXiv
 1308.3432).
 """
 
@@ -33,7 +33,7 @@ from parallel_setup import Factor, Parallel
 
 
 class _GradientOf(torch.autograd.Function):
-    """A function with the value of ``y``, whose gradient goes to ``y`` and ``update`` as if it returned their sum."""
+    """A function with the value ``y``. Its gradient goes to ``y`` and ``update``, as if it returned their sum."""
 
     @staticmethod
     def forward(ctx, y: Tensor, update: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _GradientOf(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
-    """Make ``module`` compute with ``weight`` in this block. Autograd saves it, so the backward pass uses it too."""
+    """Make ``module`` compute with ``weight`` in this block. Autograd saves ``weight`` for the backward pass."""
     own = module._parameters.get("weight")  # None for int4 experts, which have codes instead
     module._parameters["weight"] = weight
     try:
@@ -59,9 +59,10 @@ def _using(module: torch.nn.Module, weight: Tensor) -> Iterator[None]:
 
 
 def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """Compute W + scale x (first @ second) in fp32, and round once to the type of W.
+    """Compute ``weight`` + scale x (first @ second) in fp32, and round once to the type of ``weight``.
 
-    A stack of matrices takes as many kernels as one matrix. (torch.baddbmm would round differently.)
+    The result is written into ``out`` if it is given. A stack of matrices takes as many kernels as one matrix.
+    (torch.baddbmm would round differently.)
     (.., m, n), fp32 (.., m, R), fp32 (.., R, n) -> (.., m, n)
     """
     merged = (first @ second).mul_(scale).add_(weight)
@@ -79,10 +80,10 @@ def merged_parts(shape: tuple[int, ...]) -> list[slice]:
 
 
 def _in_passes(factor: Factor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return a copy ``scale`` x ``factor`` in ``dtype`` whose gradient is scaled and added to the factor's.
+    """Return ``scale`` x ``factor`` as a copy in ``dtype``. Its gradient is scaled and added to that of ``factor``.
 
-    One kernel does this in fp32. If autograd knew how the copy is computed, each backward pass would first cast and
-    scale the gradient in other kernels.
+    One kernel scales and adds the gradient in fp32. If autograd knew how the copy is computed, each backward pass would
+    first cast and scale the gradient in other kernels.
     """
     copy = torch.mul(factor.detach(), scale, out=torch.empty_like(factor, dtype=dtype)).requires_grad_()
 
@@ -115,7 +116,8 @@ class Adapter(torch.nn.Module):
     def working_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return copies of A and (alpha / R) B in ``dtype``, for the passes.
 
-        Their gradients are added to those of A and B. They are computed again only if A, B or ``dtype`` has changed.
+        The gradients of the copies are added to those of A and B. The copies are computed again only if A, B or
+        ``dtype`` has changed.
         """
         state = dtype, self.A._version, self.B._version
         if self.working is None or self.working[0] != state:
@@ -126,17 +128,21 @@ class Adapter(torch.nn.Module):
     def merged(self, weight: Tensor, experts: slice | None = None, out: Tensor | None = None) -> Tensor:
         """Compute W + (alpha / R) B A for ``weight``, a shard of W, in fp32, and round once.
 
-        The shape of the shard is (out, in), or (e, in, out) for the local ``experts``.
+        The result is written into ``out`` if it is given. The shape of the shard is (out, in), or (e, in, out) for the
+        e local experts in the slice ``experts``.
         """
         return merge(weight, *self.products(experts), self.scale, out)
 
     def products(self, experts: slice | None) -> tuple[Tensor, Tensor]:
-        """Return the two factors whose product is the update in `merged`, the left one first."""
+        """Return the two factors in the order of their product in `merged`. ``experts`` is a slice of the experts."""
         return (self.B, self.A) if experts is None else (self.A[experts], self.B[experts])
 
 
 class LoRALinear(Adapter):
-    """A column- or row-parallel linear with a low-rank update. A is (R, in) and B (out, R), sharded like the base."""
+    """A column- or row-parallel linear layer with a low-rank update. The factors are sharded like the base.
+
+    A is (R, in) and B is (out, R).
+    """
 
     def __init__(
         self, base: torch.nn.Module, rank: int, alpha: float, merges: bool, *, is_column: bool, tensor: int
@@ -175,11 +181,11 @@ class LoRALinear(Adapter):
 
 
 class LoRAGroupedLinear(Adapter):
-    """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B (E, R, out).
+    """Grouped expert weights with one low-rank update per expert. A is (E, in, R) and B is (E, R, out).
 
-    Computing the update takes two thin grouped products, and forms no (E, in, out) tensor in either pass. If there is a
-    ``buffer`` (E, in, out), it is the memory from which the engine samples. The merged weight is computed in it once
-    per optimizer step.
+    The update takes two grouped matrix products through the small dimension R. For it, neither the forward nor the
+    backward pass creates an (E, in, out) tensor. If there is a ``buffer`` (E, in, out), it is the memory of the weights
+    with which the engine samples. The merged weight is computed in this buffer once per optimizer step.
     """
 
     def __init__(self, base: GroupedLinear, rank: int, alpha: float, merges: bool) -> None:
@@ -204,7 +210,7 @@ class LoRAGroupedLinear(Adapter):
 
         `buffer` is computed again only if A or B has changed. torch counts the changes of a tensor in _version. Learner
         increments it after each optimizer step, because the optimizer's kernels may not do so. If a change were not
-        counted, the check of every push (Policy.update_kept) would find it.
+        counted, the check of every push (Policy.update_kept) would find the outdated weight.
         """
         changes = self.A._version, self.B._version
         if self.buffer is not None and self.buffer_changes == changes:
@@ -223,7 +229,10 @@ class LoRAGroupedLinear(Adapter):
 
 
 class LoRARouter(Adapter):
-    """A low-rank update of the router's weight, added to its logits in fp32. A is (R, h) and B (all experts, R)."""
+    """A low-rank update of the router's weight. Unless it is merged, it is added to the router's logits in fp32.
+
+    A is (R, hidden size) and B is (number of all experts, R).
+    """
 
     def __init__(self, router: torch.nn.Module, rank: int, alpha: float, merges: bool, *, tensor: int) -> None:
         super().__init__(rank, alpha, merges)
@@ -278,7 +287,10 @@ def attach(
 
 
 def attach_for(model: torch.nn.Module, cfg: Config, parallel: Parallel) -> None:
-    """Attach the adapters of a run's configuration. They merge if cfg.merging includes the trainer's passes."""
+    """Attach the adapters of a run's configuration.
+
+    The forward passes use the merged weights if cfg.merging includes the trainer's passes.
+    """
     attach(model, cfg.lora, parallel, cfg.train.seed, merges=cfg.merging >= Merging.PASSES)
 
 
@@ -324,7 +336,7 @@ def attached(model: torch.nn.Module) -> dict[str, Adapter]:
 
 @contextlib.contextmanager
 def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
-    """Switch every adapter off in this block, so that the model is the one from before training."""
+    """Switch every adapter off in this block, so that the model computes the same as before training."""
     for adapter in adapters.values():
         adapter.enabled = False
     try:
@@ -335,7 +347,7 @@ def disabled(adapters: dict[str, Adapter]) -> Iterator[None]:
 
 
 def describe(adapters: dict[str, Adapter], parallel: Parallel) -> str:
-    """Return a text on the parameters that all ranks train: the total, then a line for each kind of module."""
+    """Describe the parameters that all ranks train: a line with the total, then a line for each kind of module."""
     kinds: dict[str, list[Adapter]] = {}
     for name, adapter in adapters.items():
         kinds.setdefault(re.sub(r"^.*?layers\.\d+\.", "", name).replace(".", " "), []).append(adapter)

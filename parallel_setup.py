@@ -43,7 +43,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  #
 def launched_world_size() -> int:
     """Return the number of processes that torchrun started, or 1 without torchrun.
 
-    Raises InputError if WORLD_SIZE is not such a number.
+    Raises InputError if WORLD_SIZE is not a valid number of processes.
     """
     return variable("WORLD_SIZE", 1, 1, MOST_RANKS)
 
@@ -51,7 +51,7 @@ def launched_world_size() -> int:
 def launched_rank() -> int:
     """Return the rank that torchrun gave this process, or 0 without torchrun.
 
-    Raises InputError if RANK is not the number of a rank.
+    Raises InputError if RANK is not a valid rank.
     """
     return variable("RANK", 0, 0, launched_world_size() - 1)
 
@@ -83,7 +83,7 @@ def check_launch() -> int:
 def refuse_one_rank(parallel: ParallelConfig, otherwise: str = "") -> None:
     """Raise InputError if the layout needs several ranks and torchrun has started none.
 
-    ``otherwise`` is another remedy, with {} for the number of ranks.
+    ``otherwise`` is another remedy for the message to suggest, with {} for the number of ranks.
     """
     needed = math.lcm(parallel.tensor, parallel.expert)
     if needed > 1 and "WORLD_SIZE" not in os.environ:
@@ -129,11 +129,11 @@ def open_world(
 ) -> Iterator[torch.device]:
     """Make a world of all ranks in this block, on the device that ``name`` means on this machine.
 
-    Waiting for the other ranks takes place in the context ``waiting()``.
+    The context ``waiting()`` is active while this rank waits for the other ranks.
 
-    Only this function selects a device; hardware/device.py explains the order. open_layout comes next. After an
-    exception the groups stay, because destroying them would wait for ranks that have ended. The caller then ends the
-    process.
+    Only this function selects a device; hardware/device.py explains the order. Call open_layout next. After an
+    exception the groups stay, because destroying them would wait for ranks that have ended. The caller must then end
+    the process.
     """
     with waiting():
         torch.set_num_threads(variable("OMP_NUM_THREADS", 1, 1, 1024))
@@ -159,7 +159,7 @@ def open_world(
 
 
 def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
-    """Return the sha256 (hex) of each of ``texts`` by name. Every rank calls this together.
+    """Return the sha256 (hex) of each of ``texts`` by name. All ranks call this together.
 
     If a text differs between ranks, every rank raises the same InputError for the first such text.
     """
@@ -181,7 +181,7 @@ def refuse_unequal(texts: dict[str, str]) -> dict[str, str]:
 def open_layout(sizes: ParallelConfig, device: torch.device) -> "Parallel":
     """Create Megatron's groups of these sizes over the current world, and return this rank's position in them.
 
-    rules.trainer_problems has checked the sizes.
+    Check the sizes with rules.trainer_problems first.
     """
     devices.import_megatron(device)
     from megatron.core import parallel_state
@@ -223,7 +223,8 @@ def _groups_on(device: torch.device) -> Iterator[None]:
     """Make Megatron create its groups with the backend and the options of ``device`` in this block.
 
     With gloo on a CPU, each set of ranks gets only one group. For some sets Megatron would create several, and each
-    group has threads that poll. The dry run keeps these groups separate, because it counts what each group sends.
+    group has threads that poll. The dry run keeps these groups separate, because it counts the bytes that each group
+    sends.
     """
     from megatron.core import parallel_state
 
@@ -247,7 +248,7 @@ def _groups_on(device: torch.device) -> Iterator[None]:
 def close_layout() -> None:
     """Destroy Megatron's groups, so that another layout can be opened in the same world.
 
-    Every rank calls this together. Megatron itself only drops its references to the groups, and a group that is not
+    All ranks call this together. Megatron itself only drops its references to the groups, and a group that is not
     destroyed keeps its threads and connections.
     """
     from megatron.core import parallel_state
@@ -302,7 +303,7 @@ class Parallel:
     expert_data_group: dist.ProcessGroup
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return, by name, the groups of this rank that have several ranks and transfer something."""
+        """Return, by name, this rank's groups that transfer data. A group of one rank transfers none."""
         kinds = ("tensor", "expert", "data", "expert_data")
         return {name: getattr(self, f"{name}_group") for name in kinds if getattr(self, name) > 1}
 
@@ -350,8 +351,9 @@ class Parallel:
         """Sum every gradient, in place, over the ranks that each have a share of it.
 
         The gradients of routed experts are summed over expert_data, because each expert has already processed the
-        tokens of all its expert-parallel ranks. All others are summed over data. Those of ``is_partial`` factors are
-        also summed over the tensor ranks, which have the whole factor but saw only a part of the tokens each.
+        tokens of all its expert-parallel ranks. All other gradients are summed over data. Those of ``is_partial``
+        factors are also summed over the tensor ranks. Each of these has the whole factor but processed only some
+        of the tokens.
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -374,7 +376,7 @@ class Parallel:
         return self.sum_over_ranks(sum(squares, torch.zeros((), device=self.device))).sqrt()
 
     def copies(self, parameter: Any) -> int:
-        """Return how many ranks have this piece of ``parameter``, which is a Factor or a huggingface.WeightShard."""
+        """Return the number of ranks that have the same piece of ``parameter``, a Factor or huggingface.WeightShard."""
         if parameter.is_expert:
             return self.expert_data
         return self.data if parameter.shard_dim is not None else self.data * self.tensor
@@ -383,7 +385,7 @@ class Parallel:
 def gather(value: Tensor, size: int, group) -> Tensor:
     """Gather ``value`` from every rank of ``group``, in rank order. With a single rank, return a view.
 
-    All ranks of ``group`` call this together.  (...) -> (size, ...)
+    ``size`` is the number of these ranks. They all call this together.  (...) -> (size, ...)
     """
     if size == 1:
         return value[None]

@@ -10,7 +10,7 @@
     python preflight.py --self-test [CONFIG] [section.key=value ...] [--ranks N]                 (checks/self_test.py)
     torchrun --nproc_per_node=N preflight.py --groups|--operators|--layers CONFIG [section.key=value ...]
 
-The first form prints the layout of the ranks and their groups, the batch equation, a rank's bytes in every phase, an
+The first form prints the layout of the ranks and their groups, the batch equation, a rank's memory in every phase, an
 estimate of a step's time, and a verdict. It does not import torch. Exit code 0: the run fits. 1: the run is refused,
 and the nearest layouts that fit are listed. 2: the input cannot be used.
 --groups tests and times the process groups (checks/groups.py). --operators tests and times the kernels at the model's
@@ -44,7 +44,10 @@ from plan.search import Setting, Verdict, alternatives, fastest, judge, override
 
 
 def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: dict[int, str]) -> dict:
-    """Return the report as one object, in bytes and seconds. If a rule is broken, groups and bytes are empty."""
+    """Return the report as one object for JSON, with sizes in bytes and times in seconds.
+
+    If a rule is broken, the keys groups and per_rank are empty. For ``others`` and ``started`` see as_text.
+    """
     layout, needs, times = verdict.layout, verdict.memory, verdict.times
     report: dict = {
         "verdict": "refused" if verdict.reasons else "fits",
@@ -106,10 +109,10 @@ def as_json(verdict: Verdict, others: list[Verdict], setting: Setting, started: 
 def as_text(
     verdict: Verdict, others: list[Verdict], setting: Setting, source: str, started: dict[int, str], by_time: bool
 ) -> str:
-    """Return the report as text. ``started`` maps a number of ranks to the script that starts this many.
+    """Return the report as text. ``started`` maps a number of ranks to the script that starts this many ranks.
 
-    If ``by_time`` is true, ``others`` are the fastest layouts on the same number of ranks. Otherwise they are the
-    layouts that fit and are nearest to the requested one.
+    ``source`` is the source of the model's description. If ``by_time`` is true, ``others`` are the fastest layouts on
+    the same number of ranks. Otherwise they are the layouts that fit and are nearest to the requested layout.
     """
     lines = [f"{verdict.cfg.name}: {verdict.ranks} ranks, device {setting.device}, model from {source}"]
     if verdict.times is not None:
@@ -153,7 +156,10 @@ def _layout_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _shared(number: int, ranks: int, kind: str, what: str) -> str:
-    """Describe how ``ranks`` share ``number`` things. If the shares are unequal, the run works, but some ranks wait."""
+    """Describe how ``ranks`` replicas or data ranks (``kind``) share ``number`` prompts or sequences (``what``).
+
+    If the shares are unequal, the run works, but some ranks wait.
+    """
     most = -(-number // ranks)
     uneven = "" if number % ranks == 0 else f" at most (uneven: {number} / {ranks})"
     return f"{ranks} {kind}{'s' * (ranks > 1)} of {most} {what}{uneven}"
@@ -215,7 +221,10 @@ def _time_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def _kept(verdict: Verdict, setting: Setting) -> dict[str, list[float]]:
-    """Return the shares of plan/update_kept.py, or {} if the trainer does not compute with merged bf16 weights."""
+    """Return the shares of the update that merged bf16 weights keep, as plan/update_kept.py computes them.
+
+    The result is {} if the trainer does not compute with merged bf16 weights.
+    """
     cfg = verdict.cfg
     if cfg.merging < Merging.PASSES:
         return {}
@@ -232,7 +241,7 @@ def _kept_lines(verdict: Verdict, setting: Setting) -> list[str]:
 
 
 def advice(rollout: RolloutConfig, model: ModelConfig, times: roofline.Times, phase: str) -> str:
-    """Return a change that would shorten ``phase``, the first one in the table whose condition is true."""
+    """Return a change that would shorten ``phase``: the first change in the table whose condition is true."""
     bound = times.bound(phase)
     larger = "optim.tokens_per_micro_batch" if times.micro_batches > 1 else "optim.prompts_per_update"
     table = (
@@ -345,7 +354,10 @@ def for_first_hour(cfg: Config, device: str, ranks: int) -> str:
 def setting_of(
     args: argparse.Namespace, cfg: Config, arch: Architecture, device: str, ranks: int, timing: dict[str, float]
 ) -> Setting:
-    """Return the machine and the lengths that the command line describes, calibrated if there is a ``timing``."""
+    """Return the machine and the lengths of prompts and completions that the command line describes.
+
+    If ``timing`` has the speed of a finished run, both are calibrated with it.
+    """
     mean = calibrate.completion_tokens(cfg.rollout, timing) if timing else cfg.rollout.max_new_tokens
     hardware = HARDWARE[device]
     setting = Setting(
@@ -362,7 +374,7 @@ def setting_of(
 
 @command
 def judge_layout(arguments: list[str]) -> int:
-    """Print the layout of CONFIG with its memory and seconds, and return the exit code."""
+    """Print the layout of CONFIG with its memory and the times of a step, and return the exit code."""
     args = parse(arguments)
     cfg, notes = resolve_config(args.config, args.overrides, layout=False)
     if args.values:

@@ -57,8 +57,8 @@ def rerun_commands(record: Record, results: Path) -> str:
 
     If the weights from which the run started were kept, the repeat starts from them.
 
-    Someone else may have written the record, so its texts are quoted. Raises InputError unless its commit is a hash,
-    its id is a name, and its command can be split into words.
+    Someone else may have written the record, so its strings are quoted. Raises InputError unless the record's commit is
+    a hash, its id is a name, and its command can be split into words.
     """
     for what, form, found in (("commit", COMMIT, record.commit), ("id", records.ID, record.id)):
         if not re.fullmatch(form, found):
@@ -105,7 +105,7 @@ def rerun_commands(record: Record, results: Path) -> str:
 def rerun(results: Path, record: Record, execute: bool) -> int:
     """Print the commands that repeat a run, and return the exit code.
 
-    If ``execute`` is true, run them and compare the new run with the record.
+    If ``execute`` is true, also run the commands and compare the new run with the record.
     """
     commands = rerun_commands(record, results.resolve())
     print(commands, flush=True)
@@ -119,10 +119,10 @@ def rerun(results: Path, record: Record, execute: bool) -> int:
 
 
 def repeat(a: Record, b: Record) -> tuple[str, int]:
-    """Compare a run and its repeat, and return a sentence and the exit code.
+    """Compare the run ``a`` with its repeat ``b``, and return a sentence and the exit code.
 
     If configuration or layout differ, ``b`` is no repeat, and the sentence is "". On a CPU, the same configuration,
-    layout, versions and processor must give the same bytes. Anything else is a defect.
+    layout, versions and processor must give the same bytes. A difference is then a defect, and the exit code is 1.
     """
     if changed_keys(a.config, b.config) or records.differing(a, b):
         return "", 0
@@ -153,9 +153,9 @@ def repeat(a: Record, b: Record) -> tuple[str, int]:
 
 @records.of_others
 def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record]]:
-    """Return the steps of ``name``, and one record of each of its variants.
+    """Return the table of the steps of ``name``, and one record for each of its variants.
 
-    ``name`` is a record, a variant, the folder of a run, or the folder of a sweep.
+    ``name`` is the name of a record or a variant, or the folder of a run or a sweep.
     """
     folder = Path(name)
     if (folder / "sweep.json").exists():
@@ -176,10 +176,10 @@ def find(results: Path, name: str) -> tuple["pandas.DataFrame", dict[str, Record
 
 @records.of_others
 def compare(results: Path, names: list[str], kind: comparisons.Kind | None = None) -> int:
-    """Compare a repeat byte for byte, and other runs with intervals.
+    """Compare a run and its repeat byte for byte, or other runs by confidence intervals, and print the result.
 
-    Returns 1 if a repeat differs without an allowed reason, otherwise 0. By default, the sampled answers are compared,
-    or the greedy ones if no run has sampled answers.
+    Returns 1 if a repeat differs without an allowed reason, otherwise 0. ``kind`` is the outcome to compare. By
+    default, this is the accuracy of the sampled answers, or of the greedy answers if no run has sampled answers.
     """
     import pandas
 
@@ -203,7 +203,7 @@ def compare(results: Path, names: list[str], kind: comparisons.Kind | None = Non
 
 
 def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], kind: comparisons.Kind) -> None:
-    """Print how each other variant differs from the first one: in its settings, and in accuracy over the seeds."""
+    """Print how every later variant differs from the first: in its settings, and in accuracy over the seeds."""
     base, *others = variants
     entries = [comparisons.Entry(method=name, base=base, title=name) for name in others]
     family = comparisons.Family(name="these", section="", sweep="", kind=kind, entries=entries)
@@ -219,13 +219,13 @@ def compare_over_seeds(steps: "pandas.DataFrame", variants: dict[str, Record], k
 
 
 def show(args: argparse.Namespace) -> None:
-    """Print a view of a run."""
+    """Print the view of a run that the options choose."""
     text = "\n".join(view(args.run, args)).strip() or "no completion matches"
     print(printable(text, kept="\n\t"))  # a model's text may contain control characters
 
 
 def whole_number(text: str) -> int:
-    """Return a number of 0 or more. For any other text, argparse prints the reason."""
+    """Return the integer of 0 or more that ``text`` contains. For any other text, argparse prints the reason."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
     return int(text)

@@ -53,7 +53,7 @@ BOXED_NOISE = re.compile(
 def gold_answer(answer_field: str) -> str:
     """Return the text after the last '#### ' in a data set's answer field, without commas.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no such text.
     """
     _, marker, final = answer_field.rpartition("#### ")
     final = final.replace(",", "").strip()
@@ -82,8 +82,8 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
     """Return a data set's worked answer as a response in the form that ``method`` reads.
 
-    verl_flexible cannot read thousands commas, math reads only the box, and base_acc only BOX_FORM. ``boxed`` is true
-    if the prompt asks for a box. The response must score 1.
+    verl_flexible cannot read thousands commas, math reads only a box (\\boxed{...}), and base_acc only BOX_FORM.
+    ``boxed`` says whether the prompt asks for a box. ``method`` must score the response as 1.
     """
     gold = gold_answer(answer_field)
     worked, _, final = answer_field.rpartition("#### ")
@@ -115,7 +115,7 @@ def extract(response: str, method: str = "strict") -> str | None:
 
 
 class Box(NamedTuple):
-    """A \\boxed{...} in a text, which may contain other braces, or a number after \\boxed without braces."""
+    """A box in a text: \\boxed{...}, whose content may have other braces, or \\boxed and a number without braces."""
 
     content: str
     start: int  # the position of \\boxed in the text
@@ -143,7 +143,7 @@ def _strict_answer(response: str) -> str | None:
     This is GSM8K's own form. A response ends at its first end-of-text mark. Spaces, bold or code marks, a sign and '$'
     may precede the number. Words after it are ignored, as in OpenAI's pattern, even if they change its value (18
     thousand). A marker without a number, such as a heading, is ignored. If two markers have different numbers, the last
-    one counts. There is no answer if a letter follows this number directly (18k), or if its line has another digit
+    number counts. There is no answer if a letter follows this number directly (18k), or if its line has another digit
     after it (18 or 19, 18/19, 1,5).
     """
     ends = [end for end in (response.find(text) for text in EOS_TEXTS) if end >= 0]

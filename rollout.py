@@ -61,14 +61,14 @@ def sample_step(
     *,
     environment: Environment | None = None,
 ) -> Sampled:
-    """Sample and score a step, with up to rollout.dynamic_rounds rounds of dynamic sampling (arXiv 2503.14476).
+    """Sample and score a step's completions, with up to rollout.dynamic_rounds dynamic rounds (arXiv 2503.14476).
 
     Each round replaces the groups that are all right or all wrong with groups for questions that the step has not asked
-    yet. If too few such questions are left, the last of these groups stay. Groups that are still all right or all wrong
+    yet. If too few new questions are left, the last of these groups stay. Groups that are still all right or all wrong
     after the last round stay too. The questions and samples depend on the seed, the step, the round and the earlier
     outcomes. All ranks know these, so they make the same rounds, and engines that sample in lockstep are called equally
-    often. The rank that owns a prompt also samples the groups that replace it, so in later rounds the replicas can have
-    unequal work.
+    often. The rank that samples a group also samples the groups that replace it, so in later rounds the replicas can
+    have unequal work.
     """
     settings = cfg.rollout
     draw = functools.partial(
@@ -146,7 +146,7 @@ def sample(
     """Sample and score G completions for each question.
 
     Returns the completions of all ranks as a Rollout, this rank's completions as the engine returned them, and a row
-    for each of this rank's completions. Every rank calls this together.
+    for each of this rank's completions. All ranks call this together.
     The rank that samples a completion also scores it, with ``score``. A completion depends on the seed, the step, the
     round and the index of its prompt, but not on the rank. If ``indices`` is given, only the questions at these indices
     get completions, and the rows of the others are 0.
@@ -178,9 +178,9 @@ def gather_answers(
     """Return the fields of a Rollout of ``count`` prompts, from all ranks' ``answers`` and their ``scores``.
 
     An answer is a tuple of the index of its prompt, its number in the group, and a completion. Rows without an answer
-    are 0. Every rank calls this together, and sends one message of integers and one of fp32 numbers. The shapes must be
-    equal on every rank, so they are those of replica 0, which has the most prompts. A token t of the environment is
-    sent as ~t, which is negative.
+    are 0. All ranks call this together. Each rank sends one message of integers and one message of fp32 numbers. Their
+    shapes must be equal on every rank, so they are those of replica 0, which has the most prompts. A token t of the
+    environment is sent as ~t, which is negative.
     """
     longest = settings.max_new_tokens
     replicas = parallel.world_size // settings.tensor
@@ -231,7 +231,7 @@ def score_completions(
 def opened_thinking(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the `<think>` at the end of the prompt with the whitespace after it, or "" if there is none.
 
-    Some chat templates put it there.
+    Some chat templates write it there.
     """
     end = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-OPENING_TOKENS:]))
     return end[0] if end else ""
@@ -245,7 +245,7 @@ def own_prompts(count: int, tensor: int, parallel: Parallel) -> range:
 def in_prompt_order(by_rank: Tensor, count: int, tensor: int) -> Tensor:
     """Sort the gathered results of all ranks into the order of the prompts.  (ranks, own, ...) -> (count, ...)
 
-    Each row of ``by_rank`` has one rank's results for the prompts of own_prompts. The ``tensor`` ranks of a replica
+    Each row of ``by_rank`` has one rank's results for its own prompts (own_prompts). The ``tensor`` ranks of a replica
     have the same results.
     """
     return by_rank[::tensor].transpose(0, 1).flatten(0, 1)[:count].cpu()
@@ -286,9 +286,10 @@ def rows_of(questions: Any, split: str, answers: list[tuple[int, int, Completion
 
 
 def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor], parallel: Parallel) -> list[Row]:
-    """Return the rows of all ranks as by_prompt does, and add rewards, advantages (P, G) and Learner.teacher_kl.
+    """Return the rows of all ranks as by_prompt does, with the values that only the trainer knows.
 
-    A group that dynamic sampling has dropped precedes the group that replaced it. Every rank calls this together.
+    These are the rewards with penalties, the ``advantages`` (P, G), and ``teacher_kl`` from the Learner. A group that
+    dynamic sampling has dropped precedes the group that replaced it. All ranks call this together.
     """
     rows = by_prompt(sampled.rows, sampled.batch.ranks_alike, parallel)
     trained = [one for one in rows if not one["dropped"]]  # in the order of the sequences
@@ -303,7 +304,7 @@ def of_step(sampled: Sampled, advantages: Tensor, teacher_kl: dict[int, Tensor],
 def by_prompt(rows: list[Row], tensor: int, parallel: Parallel) -> list[Row]:
     """Return on rank 0 the rows of all ranks in the order of the prompts, and [] on other ranks.
 
-    Every rank calls this together.
+    ``tensor`` is the number of ranks of a replica. All ranks call this together.
     """
     sends = parallel.rank % tensor == 0  # other ranks of the replica have the same rows
     return sorted(parallel.join_on_first(rows if sends else []), key=operator.itemgetter("prompt"))
@@ -361,7 +362,7 @@ def environment_metrics(batch: Rollout, first: Rollout) -> dict[str, float]:
 
 
 def repeated_frac(batch: Rollout) -> float:
-    """Return the share of completions that repeat an earlier one of their group, token by token.
+    """Return the share of completions that repeat an earlier completion of their group, token by token.
 
     The first completion of each group does not count.
     """

@@ -1,7 +1,7 @@
 """Trains each variant with each seed, in parallel, on Ray or on this machine.
 
     python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     use Ray here, or the cluster at --address
-    python sweep.py configs/sweeps/stale.yaml --local                     use no Ray, and run as many jobs as CPUs allow
+    python sweep.py configs/sweeps/stale.yaml --local                     use no Ray; run as many jobs as the CPUs allow
     python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each job and start nothing
 
 After a crash or Ctrl-C, start the same command again. It does not repeat finished runs, and an interrupted run resumes
@@ -82,9 +82,9 @@ class Job(NamedTuple):
     processes: int
 
     def look(self) -> tuple[Path | None, str]:
-        """Return the finished run with this name, configuration and fault, and its result.
+        """Return the finished run with the name, the configuration and the fault of this job, and the run's result.
 
-        If no run is finished, return the newest one and "". If there is no run, return (None, "").
+        If no such run is finished, return the newest run and "". If there is no such run, return (None, "").
         """
         wanted, fault = to_dict(self.cfg), planted_fault(" ".join(self.arguments))
         newest = None
@@ -138,7 +138,7 @@ def _job(sweep: Sweep, name: str, variant: Variant, seed: int, extra: list[str])
 
 
 def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None = None) -> str:
-    """Run a training job, and start it again up to ``retries`` times if it fails. When ``stop`` is set, end it.
+    """Run a training job, and start it again up to ``retries`` times if it fails. When ``stop`` is set, end the job.
 
     Returns the result of the run, or "failed: " and the reason. The output goes to FOLDER/NAME.log.
     """
@@ -168,8 +168,9 @@ def run_job(job: Job, folder: Path, retries: int, stop: threading.Event | None =
 
 
 def start_training(job: Job, log: Path, lock: int) -> subprocess.Popen:
-    """Start torchrun. It inherits the lock and keeps it as long as it runs, even if the sweep ends earlier.
+    """Start torchrun for ``job`` and append its output to ``log``.
 
+    torchrun inherits the file descriptor ``lock``. It keeps the lock while it runs, even if the sweep ends earlier.
     The environment is that of the run_*.sh scripts for the device of the configuration. On an NPU or a GPU it keeps
     PYTHONPATH, because CANN adds its packages there.
     """
@@ -222,7 +223,10 @@ def local(resources: dict[str, int]) -> Iterator[Submit]:
 
 
 def jobs_at_once(resources: dict[str, int], cores: int) -> int:
-    """Return how many jobs this machine runs side by side: one if a job reserves anything but CPUs, such as NPUs."""
+    """Return the number of jobs that this machine runs side by side.
+
+    The number is 1 if a job reserves anything but CPUs, such as NPUs.
+    """
     needed = resources.get("CPU", 0)
     return max(1, cores // needed) if needed and set(resources) == {"CPU"} else 1
 
@@ -264,7 +268,7 @@ def on_ray(resources: dict[str, int], address: str | None) -> Iterator[Submit]:
 
 
 def run_sweep(jobs: list[Job], submit: Submit, folder: Path, retries: int) -> dict[str, str]:
-    """Run the jobs that are not finished, and return the reason of each failed job by its name."""
+    """Run the jobs that are not finished, and return the reasons of the failed jobs by job name."""
     write_index(jobs, folder)
     failed: dict[str, str] = {}
     started = {submit(job, folder, retries): job.name for job in jobs if not job.look()[1]}
@@ -309,8 +313,8 @@ def interrupt(number: int, frame: object) -> NoReturn:
 def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code.
 
-    It is 0 if all jobs are finished, 1 if some failed, and 2 for unusable input. After a signal, it is 128 + the
-    signal's number.
+    The code is 0 if all jobs are finished, 1 if some failed, and 2 for unusable input. After a signal, it is 128 + the
+    number of the signal.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=path_option, help="a file of configs/sweeps/")

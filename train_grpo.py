@@ -59,7 +59,7 @@ def launch(cfg: Config) -> None:
 
 
 def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Learner, Engine, weight_sync.Push]:
-    """Create the parts of a run, each from the earlier ones. Every rank calls this together."""
+    """Create the parts of a run, each from the earlier parts. All ranks call this together."""
     cfg, inputs = start.cfg, start.read_inputs(arch)  # inputs: the tokenizer, and the questions as prompts
     run = Run(start, parallel, inputs)  # its folder, and the checkpoint to resume from
 
@@ -84,7 +84,7 @@ def wire(start: Start, arch: Architecture, parallel: Parallel) -> tuple[Run, Lea
 
 
 def train(run: Run, learner: Learner, engine: Engine, push: weight_sync.Push) -> None:
-    """Train for cfg.train.steps steps. Every rank calls this together."""
+    """Train for cfg.train.steps steps. All ranks call this together."""
     cfg, parallel, inputs = run.cfg, run.parallel, run.inputs
     if run.first_step == 0:
         run.evaluate(engine, after_steps=0)

@@ -106,7 +106,7 @@ class Factors(Tensors):
 
 
 def way_of(cfg: Config, policy: Policy) -> Tensors:
-    """Return the way in which the policy of a run goes to its engine."""
+    """Return the way in which a run sends its policy to the engine."""
     if cfg.merging is Merging.NOWHERE:
         return Factors(cfg, policy)
     return Shards(cfg, policy) if cfg.rollout.expert_parallel else Tensors(cfg, policy)
@@ -116,10 +116,10 @@ def way_of(cfg: Config, policy: Policy) -> Tensors:
 
 
 class Push:
-    """The only path by which the policy reaches the engine. Every rank makes the same calls."""
+    """The only path by which the policy reaches the engine. All ranks make the same calls together."""
 
     def __init__(self, way: Tensors, engine: Engine) -> None:
-        """Push the whole model. Raises InputError for noise targets that the model does not have."""
+        """Push the whole model. Raises InputError for a member of aqn.targets that matches no norm of the model."""
         self.way, self.cfg, self.policy, self.engine = way, way.cfg, way.policy, engine
         self.model, self.arch, self.parallel = self.policy.model, self.policy.arch, self.policy.parallel
         self.probe = Probe(engine, self.policy, self.cfg.rollout)
@@ -137,9 +137,9 @@ class Push:
             self.model.to(self.parallel.device)
 
     def _usable_stacks(self) -> dict[str, Stack]:
-        """Return the engine's stacks if every rank has those that the plan assumes, otherwise {}.
+        """Return the engine's stacks of experts if every rank has the stacks that the plan assumes, otherwise {}.
 
-        Every rank calls this together.
+        All ranks call this together.
         """
         if not self.way.fills_stacks:
             return {}
@@ -153,8 +153,8 @@ class Push:
     def _fits(self) -> bool:
         """Return whether the memory of every engine contains the experts that were pushed to it.
 
-        If one does not, its memory has another layout. Experts that the trainer stores quantised are not compared.
-        Every rank calls this together.
+        If not, an engine stores them in another layout. Experts that the trainer stores quantised are not compared.
+        All ranks call this together.
         """
         fits = True
         for name, linear in self._experts() if self.stacks else ():
@@ -166,7 +166,7 @@ class Push:
         return not self.parallel.max_over_ranks(float(not fits))
 
     def _share_experts(self) -> int:
-        """Make the trainer use the engine's memory for experts that the way shares. Returns the number of shared bytes.
+        """Make the trainer use the engine's memory for shared experts (Way.shares). Returns the number of shared bytes.
 
         If the experts are merged, the trainer then computes with the same weights as the engine. If they are frozen,
         the engine's memory replaces the trainer's. Without `stacks`, no rank shares anything, and the engines get their
@@ -193,7 +193,10 @@ class Push:
                     yield f"model.layers.{i}.{module.fused}", layer.get_submodule(module.megatron[: -len(".weight")])
 
     def _for_engine(self, local: Tensor) -> Tensor:
-        """Return the engine's stack: this rank's experts, or those of all ranks. Every rank calls this together."""
+        """Return the stack that the engine needs: this rank's experts (``local``), or those of all ranks.
+
+        All ranks call this together.
+        """
         if self.way.splits_as_trainer:
             return local
         return gather(local, self.parallel.expert, self.parallel.expert_group).flatten(0, 1)
@@ -203,7 +206,7 @@ class Push:
         return self.way.tensors(only, experts=not self.stacks)
 
     def merged_stacks(self) -> Stream:
-        """Yield the merged stacks of the experts that LoRA adapts. Every rank calls this together."""
+        """Yield the merged stacks of the experts that LoRA adapts. All ranks call this together."""
         for name, linear in self._experts():
             if isinstance(linear, LoRAGroupedLinear):
                 yield name, self._for_engine(linear.weight())
@@ -211,7 +214,8 @@ class Push:
     def check_start(self, probe: list[int]) -> None:
         """Raise Tripped unless engine and trainer agree on answers to ``probe``, even after pushing the policy again.
 
-        This finds a shard in the wrong position, order or layout, or a captured graph that reads old memory.
+        This finds a shard in the wrong position, order or layout, or a captured graph that reads old memory. If a
+        failure of the check logp_gap does not stop the run, nothing is compared.
         """
         if not self.cfg.checks.stops("logp_gap"):
             return
@@ -251,11 +255,11 @@ class Push:
     def _add_noise(self, step: int, probe: list[int], targets: dict[str, Tensor]) -> dict[str, float]:
         """Push ``targets`` with the noise of ``step``, after the clean policy, and return metrics.
 
-        Two metrics are measured on the prompt ``probe``. aqn/probe_gap, in nats per token and before the noise, shows
-        whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the engine. It is
-        the largest change of a token's log-prob, at temperature FLAT and after half of the prompt. If the engine
-        ignores the noise, it is exactly 0. Each metric is the worst value of any rank, so all ranks check the same
-        numbers. Raises AqnError if the noise differs from the requested noise.
+        Two metrics are measured on the prompt ``probe``. aqn/probe_gap is measured before the noise, in nats per token.
+        It shows whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the
+        engine's output. It is the largest change in a token's log-prob, at temperature FLAT and after half of the
+        prompt. If the engine ignores the noise, it is exactly 0. Each metric is the worst value of all ranks, so all
+        ranks check the same numbers. Raises AqnError if the noise differs from the requested noise.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(
@@ -299,7 +303,7 @@ class Push:
         return _total(sums), targets
 
     def _load(self, load: Callable, *what: object) -> None:
-        """Call ``load`` and turn an InputError into Tripped.
+        """Call ``load`` with the arguments ``what``, and turn an InputError into Tripped.
 
         The base weights were valid when they were read, so only training can have made them unusable.
         """
@@ -324,5 +328,5 @@ class Push:
 
 
 def _total(sums: list[Tensor]) -> float:
-    """Return the sum of scalars in fp64, on the host. It waits for the device once instead of once per scalar."""
+    """Return the sum of scalars in fp64, on the host. The function waits for the device only once."""
     return torch.stack(sums).cpu().double().sum().item() if sums else 0.0

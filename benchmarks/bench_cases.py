@@ -50,7 +50,7 @@ TINY = [name for name, case in CASES.items() if not case.smol]
 
 
 def config(case: Case, work: Path) -> Config:
-    """Return the configuration of a run of ``case`` in ``work``. Every step asks all of its questions."""
+    """Return the configuration of a run of ``case`` in the folder ``work``. Every step uses all questions."""
     tree: dict = {
         "name": "bench",
         "device": "cpu",
@@ -83,7 +83,7 @@ def config(case: Case, work: Path) -> Config:
 
 
 def reward(text: str) -> float:
-    """Return a number that depends on every character.
+    """Return a number that depends on every character of ``text``.
 
     So rewards differ within a group, and no advantage is 0.
     """

@@ -3,12 +3,12 @@
     python benchmarks/bench_step.py [--cases NAME ...] [--steps 10]
     python benchmarks/bench_step.py --cases smol_attention_r16_32 smol_all_r16_32     needs models/smollm2_moe
 
-Each trainer is a process with one thread in fp32. They take turns step by step, so that other load on the machine
-affects both. The figures are medians of CPU seconds. Before the timed steps, our trainer computes the log-probs and the
-loss of the completions that TRL sampled in its first step, and these must agree with TRL's. TRL runs in .venv-bench,
-which launch/setup_cpu.sh creates from requirements/bench.txt. The environment variable TORCH_INDEX may name the package
-index for torch without CUDA. After each case, the figures, the commit and the machine are written to
-out/bench_step.json.
+Each trainer runs in fp32 in its own process, with one thread. The two take turns step by step, so that other load on
+the machine affects both. The figures are medians of CPU seconds. Before the timed steps, our trainer computes the
+log-probs and the loss of the completions that TRL sampled in its first step. Both must agree with TRL's. TRL runs in
+.venv-bench, which launch/setup_cpu.sh creates from requirements/bench.txt. The environment variable TORCH_INDEX may
+name the package index for torch without CUDA. After each case, the program writes the figures, the commit and the
+machine to out/bench_step.json.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Peer:
 def in_turn(peers: list[Peer], steps: int) -> list[list[dict]]:
     """Let the peers take turns step by step, and return the records of ``steps`` steps for each peer.
 
-    One more step comes first, as a warm-up. At the end the peers are closed.
+    An additional step comes first, as a warm-up. At the end the peers are closed.
     """
     rounds = [[peer.ask("step") for peer in peers] for _ in range(1 + steps)]
     for peer in peers:
@@ -103,9 +103,9 @@ def trl_python() -> Path:
 
 
 def check_equal_work(name: str, agreed: dict) -> None:
-    """Raise AssertionError unless both trainers agree on TRL's completions and the adapters change log-probs.
+    """Raise AssertionError unless the trainers agree on the log-probs and the loss of TRL's completions.
 
-    They must agree on the log-probs and on the loss.
+    Also raises AssertionError if the adapters do not change the log-probs.
     """
     bound = SMOL_BOUND if cases.CASES[name].smol else LOGP_BOUND
     assert agreed["logp_gap"] < bound and agreed["reference_gap"] < bound, (name, agreed)
@@ -130,7 +130,7 @@ def compare(name: str, work: Path, python: Path, steps: int) -> dict:
 
 
 def summary(name: str, timed: dict[str, list[dict]], agreed: dict, tokens: int) -> dict:
-    """Return the medians and the spread of each side, and the ratios of ours to TRL's."""
+    """Return the medians and the spread of each side's figures, and the ratios of ours to TRL's."""
     tables = {side: pd.DataFrame(records) for side, records in timed.items()}
     sides = {
         side: {

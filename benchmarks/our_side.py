@@ -80,7 +80,10 @@ class Side:
         return self.metrics
 
     def check(self, theirs: dict) -> dict:
-        """Return the largest differences in log-probs (nats), and both losses, for the completions of ``theirs``."""
+        """Return the largest differences in log-probs (nats), and both losses, for the completions in ``theirs``.
+
+        ``theirs`` is the record that trl_side.py has written.
+        """
         learner, rows = self.learner, len(theirs["tokens"])
         width = len(theirs["tokens"][0])
         batch = batches.Rollout(
@@ -114,7 +117,7 @@ class Side:
 
 
 def adapt(learner: Learner, folder: Path) -> None:
-    """Draw random values for every B, and write the adapter to ``folder``."""
+    """Draw random values for every LoRA factor B, and write the adapter to ``folder``."""
     policy, lora = learner.policy, learner.cfg.lora
     generator = torch.Generator().manual_seed(0)
     whole = {name: factor.clone() for name, factor in policy.whole()}
@@ -128,7 +131,10 @@ def adapt(learner: Learner, folder: Path) -> None:
 
 
 def train(real: Callable, answers: TextIO, adapter_dir: Path, run: Run, learner: Learner, *parts: Any) -> None:
-    """Train with ``real``, the original train_grpo.train, but wait before each step. Its results stay the same."""
+    """Train with ``real``, the original train_grpo.train, but first draw every B (`adapt`).
+
+    Before each step, wait for a line on stdin. The wait does not change the results.
+    """
     adapt(learner, adapter_dir)
     side = Side(run, learner, answers)
     run.start_step, run.record = side.turn, side.keep  # type: ignore[method-assign]

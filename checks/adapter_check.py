@@ -13,10 +13,10 @@ STACK   transformers | peft | peft-merged | vllm        packages of this environ
 Each row has the verdict on one probe, and the given adapter comes first. The verdicts are: applied; ignored (the
 log-probs are those of the base); wrong (with the fault that explains the log-probs, if it is known); unclear (the
 log-probs of a fault or of the base are also near); refused (with the program's message).
-Exit code 0: the given adapter is applied, and every probe is applied or refused. 1: this is not so. 2: nothing can be
-checked, for example because the base is not the expected one.
-The check uses the mean distance, not the largest, because in bf16 a token may switch between two experts that almost
-tie.
+Exit code 0: the given adapter is applied, and every other probe is applied or refused. 1: an adapter has another
+verdict. 2: nothing can be checked, for example because the base is not the expected one.
+The check uses the mean difference between log-probs, not the largest one. In bf16 a token may switch between two
+experts whose router scores are almost equal, which can change its log-prob greatly.
 """
 
 import argparse
@@ -71,7 +71,8 @@ Program = Callable[[Path | None], Tensor]  # a probe, or None for the base -> th
 def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
     """Return a program that runs transformers with its load_adapter, with PEFT, or with a merged model.
 
-    The model is loaded again for each probe.
+    ``expected`` has the content of expected.json, and ``stack`` is the value of --stack. The program loads the model
+    again for each probe.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -102,7 +103,8 @@ def in_transformers(expected: dict, stack: str, dtype: str) -> Program:
 def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
     """Run vLLM in this block.
 
-    vLLM is shut down at the end. Otherwise its processes would continue after a failed command calls os._exit.
+    ``largest_rank`` is the largest LoRA rank of the adapters to check. At the end, this function shuts vLLM down.
+    Otherwise its processes would continue after a failed command calls os._exit.
     """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -140,7 +142,7 @@ def in_vllm(expected: dict, dtype: str, largest_rank: int) -> Iterator[Program]:
 def of_prompt(rows: list, prompt: list[int]) -> list[float]:
     """Return the log-probs of a prompt's tokens, beginning with the second token.
 
-    ``rows`` come from vLLM. Each row maps tokens to log-probs; if it comes from a server, the tokens are text.
+    ``rows`` come from vLLM. Each row maps token ids to log-probs. In the answer of a server, the ids are strings.
     """
     found = [row.get(token, row.get(str(token))) for row, token in zip(rows[1:], prompt[1:], strict=True)]
     return [entry["logprob"] if isinstance(entry, dict) else entry.logprob for entry in found]
@@ -191,7 +193,7 @@ def ask(url: str, body: dict | None = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> Iterator[Program]:
-    """Open this project's trainer in this block. Every rank calls this together."""
+    """Open this project's trainer in this block. All ranks call this together."""
     if args.config is None:
         raise InputError("CONFIG: missing; give the configuration whose layout the trainer has")
     cfg, arch = load_config(args.config, args.overrides), hf_config.read(expected["model"])
@@ -201,7 +203,7 @@ def in_trainer(expected: dict, args: argparse.Namespace, largest_rank: int) -> I
 
 
 def opened(expected: dict, args: argparse.Namespace, adapters: list[Path]) -> contextlib.AbstractContextManager:
-    """Return a context that opens the program ``args.stack``. Raises InputError if it is unknown."""
+    """Return a context that opens the program ``args.stack``. Raises InputError if the program is unknown."""
     largest = max(peft_adapters.read_settings(adapter).largest_rank for adapter in adapters)
     stack = args.stack
     if stack == "trainer":
@@ -227,7 +229,7 @@ def judged(
 
     ``got`` has the program's log-probs with the probe, and ``base_got`` those without an adapter. ``base`` has the
     expected log-probs without an adapter. ``known`` has the right log-probs with this kind of probe, and those under
-    each known fault, as in expected.json.
+    each known fault, as in expected.json. Log-probs count as equal if they differ by at most ``tolerance`` on average.
     """
     if not got.isfinite().all():
         return {"verdict": "wrong", "nats": None, "remark": "not finite"}
@@ -260,7 +262,10 @@ def judged(
 
 
 def alike(known: dict, tolerance: float) -> list[str]:
-    """Return the faults of a kind whose log-probs differ from the right ones by at most ``tolerance`` on average."""
+    """Return the faults whose log-probs differ from the right ones by at most ``tolerance`` nats on average.
+
+    ``known`` is the same as in `judged`.
+    """
     right = torch.tensor(known["right"])
     return [
         name for name, values in known["faults"].items() if (torch.tensor(values) - right).abs().mean() <= tolerance
@@ -341,7 +346,7 @@ def is_good(row: dict[str, Any]) -> bool:
 
 
 def answer(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, dict[str, Any]]:
-    """Check all chosen probes, and print the rows with ``say``.
+    """Check all chosen probes, and print a row for each of them with ``say``.
 
     Returns whether all rows are good, and the figures for --json.
     """

@@ -62,7 +62,7 @@ from weights.policy import Policy
 
 
 def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> DryRun:
-    """Run one step of rank ``rank`` of ``ranks``, with an update for each imbalance, and return its measurements."""
+    """Run one step as rank ``rank`` of ``ranks``, with an update for each of IMBALANCES. Return the measurements."""
     layout = grid.of(cfg.parallel, cfg.rollout, ranks)
     room = memory.packed_tokens(cfg.optim, layout, cfg.rollout.group_size, cfg.row_tokens)
     done = DryRun(cfg, arch, layout, kind, *fullest_rows(room, cfg.row_tokens, layout.tensor))
@@ -90,7 +90,7 @@ def run(cfg: Config, ranks: int, arch: Architecture, rank: int, kind: str) -> Dr
 
 
 def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
-    """Load the policy, push it, make an update for each imbalance, and save, as a training run does."""
+    """Load, push, update and save as a training run does, but with one update for each of IMBALANCES."""
     cfg = _of_one_micro_batch(done)
     with meter.phase("load"):
         with (  # as train_grpo.wire does, with tensors that have no data
@@ -122,7 +122,7 @@ def _step(done: DryRun, parallel: Parallel, meter: Meter) -> None:
 
 
 def _group_names(parallel: Parallel) -> dict[str, str]:
-    """Return a dict from torch's name of each process group to ours."""
+    """Return a dict that maps torch's name of each process group to the name that this project uses."""
     from megatron.core import parallel_state
 
     counts = parallel_state.get_expert_tensor_and_model_parallel_group()  # Megatron gathers counts over this group
@@ -135,7 +135,7 @@ def _group_names(parallel: Parallel) -> dict[str, str]:
 
 
 class _Engine:
-    """An engine that accepts every push. Its memory is not counted.
+    """An engine that accepts every push. The meter does not count its memory.
 
     It keeps the tensors of a fused group until the group is complete, as vLLM does. If each rank pushes its shards
     (rollout.expert_parallel), it keeps one tensor at a time.
@@ -146,7 +146,7 @@ class _Engine:
         self.own_stacks: dict[str, Stack] = {}
 
     def stacks(self) -> dict[str, Stack]:
-        """Return new stacks for the routed experts, in place of Engine.stacks."""
+        """Create memory for the routed experts, and return it as Engine.stacks does."""
         arch, parallel = self.policy.arch, self.policy.parallel
         whole = self.layout.engine_expert == 1
         experts = range(arch.num_experts) if whole else huggingface.own_experts(arch, parallel)
@@ -173,7 +173,7 @@ class _Engine:
 
 
 def _push(policy: Policy, engine: Any) -> Push:
-    """Return a Push to ``engine`` whose next push is like one after an update. Its slow first push is skipped."""
+    """Return a Push to ``engine`` that skips the slow first push. Its next push is like one after an update."""
     with (
         mock.patch.object(Push, "tensors", lambda push: ()),
         mock.patch.object(Parallel, "gather_objects", lambda parallel, value: [value]),
@@ -206,7 +206,10 @@ class _Learner(Learner):
         return result
 
     def _prepare(self, *args) -> Update:
-        """Pack real rows on the host, because packing reads values. Replace them by device tensors without data."""
+        """Pack real rows on the host, because packing reads values.
+
+        Then replace them with device tensors that have no data.
+        """
         fake = torch._guards.detect_fake_mode()
         device = self.parallel.device
         on_host = dataclasses.replace(self.parallel, device=torch.device("cpu"))
@@ -220,7 +223,7 @@ class _Learner(Learner):
 
 
 def _held(learner: _Learner, meter: Meter) -> dict[str, int]:
-    """Return the bytes that this rank stores during an update, by kind. Activations are not included."""
+    """Return the bytes that this rank stores during an update, for each kind of tensor except activations."""
     adapters = meter.size_of(learner.parameters)
     tensors = [*learner.policy.model.parameters(), *learner.policy.model.buffers()]
     working = [
@@ -257,7 +260,9 @@ def _update(done: DryRun, learner: Learner, meter: Meter) -> None:
 def _routes(batch: Rollout, own: object, shares: object, arch: Architecture, *unused) -> dict[int, Tensor]:
     """Return zeros in place of the routes that routing_replay.collect gets from an engine.
 
-    sequence -> (row length - 1, L, K)
+    The result maps the index of each sequence to its routes. L is the number of MoE layers, and K of experts per token.
+
+    -> for each sequence, (row length - 1, L, K)
     """
     shape = (sum(arch.moe_layers), arch.experts_per_token)
     return {s: torch.zeros(n, *shape, dtype=torch.uint8) for s, n in enumerate(batch.lengths)}

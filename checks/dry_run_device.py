@@ -1,10 +1,11 @@
 """A simulated device for the dry run. Its tensors have shapes but no storage.
 
-It replaces an NPU or a GPU, with everything that the trainer calls on one. The simulated operators of torch_npu return
-tensors of the right shapes. They keep the same tensors for the backward pass as the real ones, because these decide the
-memory. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps with those of the real package.
+It replaces an NPU or a GPU, and everything that the trainer calls on such a device. The simulated operators of
+torch_npu return tensors of the right shapes. They keep the same tensors for the backward pass as the real operators,
+because these tensors determine the memory use. tests/rooms/checks/test_dry_run.py compares the bytes of whole steps
+with those of the real package.
 For a GPU the tensors have another device type, because torch without CUDA has no backward pass for tensors of type
-cuda. Their operators are torch's own. Collectives do nothing, and values on which the code branches are made up.
+cuda. Their operators are torch's own. Collectives do nothing. If the code branches on a value, that value is made up.
 Megatron's dispatcher gets token counts from a plan instead of from a router.
 """
 
@@ -144,7 +145,7 @@ def open_device(kind: str) -> None:
 
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, sizes: ParallelConfig, device: torch.device) -> Iterator[parallel_setup.Parallel]:
-    """Make this process rank ``rank`` of a simulated world in this block. Its collectives do nothing."""
+    """Make this process rank ``rank`` of ``ranks`` simulated ranks in this block. Collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -182,7 +183,7 @@ class Answers(TorchDispatchMode):
     """A dispatch mode that makes up values when code reads them from tensors without data.
 
     Floating-point numbers read as 1 and integers as 0. Flags read as false, but `all` and `equal` as true, so that all
-    weights are finite. ``scored`` tokens reach the head.
+    weights count as finite. ``scored`` is the number of tokens for which the head computes log-probs.
     """
 
     def __init__(self, scored: int) -> None:

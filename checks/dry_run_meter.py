@@ -41,7 +41,7 @@ class Phase:
 
 
 class Meter(TorchDispatchMode):
-    """A dispatch mode that counts in a with block. ``device`` is the device type whose memory is counted."""
+    """A dispatch mode that counts operations and memory. ``device`` is the device type whose memory it counts."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -141,15 +141,16 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def _grouped(x: Tensor, weight: Tensor, *others, **options) -> int:
-    """Return the operations of a grouped product.
+    """Return the number of operations in a grouped matrix product.
 
-    The shapes are (N, k) and (E, k, o), or (k, N) and (N, o) for the gradient of a weight.
+    N is the number of rows, E of groups, k the input size, and o the output size. The shapes are (N, k) and (E, k, o),
+    or (k, N) and (N, o) for the gradient of a weight.
     """
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
 def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: int = 0, **options) -> int:
-    """Return the operations of ``products`` matrix products, each as large as the product of queries and keys.
+    """Return the number of operations in ``products`` matrix products, each as large as that of queries and keys.
 
     A causal kernel (sparse_mode 2) computes half of each product.
     """
@@ -159,7 +160,7 @@ def _attention(products: int, query: Tensor, key: Tensor, *others, sparse_mode: 
 
 
 def _sequences(products: int, query: Tensor, longest: int) -> int:
-    """Return the operations of ``products`` matrix products, each between all queries and ``longest`` keys.
+    """Return the number of operations in ``products`` matrix products of all queries with ``longest`` keys.
 
     Without data, the lengths of the sequences are not known, so each sequence counts as the longest one.
     """

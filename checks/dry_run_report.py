@@ -77,7 +77,7 @@ def compare(done: DryRun) -> list[Compared]:
 
 
 def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
-    """Compare the peak bytes of each phase whose name has this ``ending``, which ran with this ``imbalance``."""
+    """Compare the peak bytes of each phase whose name ends in ``ending``. These phases ran with ``imbalance``."""
     plan = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, imbalance)
     elsewhere = sum(plan.parts[name] for name in NOT_RUN)
     rows = []
@@ -96,7 +96,7 @@ def _memory(done: DryRun, ending: str, imbalance: float) -> list[Compared]:
 
 
 def _exact(done: DryRun) -> list[Compared]:
-    """Compare the bytes that must equal the plan exactly, and the bytes that an update leaves allocated."""
+    """Compare the bytes that must be exactly as planned, and the bytes that an update leaves allocated."""
     parts = memory.step_memory(done.cfg, done.arch, done.layout, done.kind, 0, 1).parts
     allowed = max(0.02 * parts["activations"], SLACK["GiB"])
     rows = [Compared("alive after it", "GiB", 0, done.left, done.left <= allowed)]
@@ -112,7 +112,7 @@ def _compared(what: str, unit: str, planned: float, found: float) -> Compared:
 
 
 def _operations(done: DryRun) -> list[Compared]:
-    """Compare the operations of one micro-batch on one rank. All its rows answer the same prompt, of one token."""
+    """Compare the operations of one micro-batch on one rank. All its rows answer one prompt of one token."""
     number = done.rows * done.layout.data
     rows = roofline.equal_rows(number, 1, done.length - 1, group=number)
     cfg = done.cfg

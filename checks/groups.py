@@ -24,7 +24,7 @@ REPEATS = 5  # timed runs; an untimed run before them builds the communicator
 def measure(parallel: Parallel) -> list[dict]:
     """Return a row for each kind of group and each collective. A row covers all groups of its kind.
 
-    Every rank calls this together, and gets the same rows.
+    All ranks call this together, and get the same rows.
     """
     todo = [(name, group, parallel.device) for name, group in parallel.groups().items()]
     todo.append(("world", dist.group.WORLD, torch.device("cpu")))
@@ -59,7 +59,7 @@ def as_text(rows: list[dict]) -> str:
 def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
     """Run each collective over one group, and return this rank's rows.
 
-    ``wrong`` shows the found and the expected value; it is empty if the answer is right.
+    In each row, ``wrong`` describes the first wrong element; it is empty if the answer is right.
     """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     size, count = len(ranks), ELEMENTS[device.type]
@@ -108,7 +108,7 @@ def _measure_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """Describe the first wrong element; "" if there is none."""
+    """Describe the first wrong element of ``found``, or return "" if there is none."""
     places = (found != expected).flatten().nonzero()
     if not len(places):
         return ""

@@ -226,7 +226,7 @@ def cases(
 
 
 def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
-    """Run ``case`` on ``device`` in each dtype, and return a row for each.
+    """Run ``case`` on ``device`` in each dtype, and return a row of the table for each dtype.
 
     ``milliseconds`` is the time of the forward and the backward pass together.
     """
@@ -262,7 +262,7 @@ def check_operator(case: Case, device: torch.device, rank: int) -> list[dict]:
 
 
 def tolerance(dtype: torch.dtype, roundings: int, terms: int) -> float:
-    """Return the largest error that rounding can explain. The docstring of this file explains the formula."""
+    """Return the largest error that rounding can explain. The formula is in this file's docstring; n is ``terms``."""
     u, u_fp32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
     return roundings * u + (math.sqrt(terms) + INSIDE) * u_fp32
 

@@ -16,7 +16,7 @@ from knobs import Config
 
 
 class Answer(NamedTuple):
-    """The answer of a check, which is equal on every rank."""
+    """The answer of a check, which is the same on every rank."""
 
     right: bool
     text: str  # to print
@@ -36,9 +36,10 @@ def ask(
     refuse: Callable[[Config, int], None],
     answer: Callable[[Config, parallel_setup.Parallel], Answer],
 ) -> int:
-    """Run a check. Exit code 0: every rank is right. 1: at least one rank is wrong. 2: unusable input. 3: Tripped.
+    """Run a check. Exit code 0: the answer is right. 1: it is wrong. 2: unusable input. 3: the check raised Tripped.
 
-    ``refuse`` raises InputError if the configuration does not suit the number of ranks. ``answer`` makes the check.
+    ``refuse`` raises InputError if the configuration does not suit the number of ranks. ``answer`` performs the check
+    and returns its answer.
     """
     rank = parallel_setup.check_launch()
     if args.config is None:

@@ -4,12 +4,13 @@
 
 The check writes the model's config.json with two layers and random weights to DIR. It loads this model and pushes it to
 the configured engine, as a run does. Then it gives every adapter an update as large as the weight that it changes, and
-pushes the policy as after a step. It compares the log-probs of sampled tokens with the trainer's, as checks.logp_gap
-does. If they differ, it names a fault of weights/probes.py that would cause the sampler's log-probs, if there is one.
+pushes the policy as after a step. It compares the sampler's log-probs of sampled tokens with the trainer's, as
+checks.logp_gap does. If they differ, and a fault of weights/probes.py explains the sampler's log-probs, the check names
+this fault.
 The mean difference over all tokens does not show one wrong expert among many. Therefore the tokens of each expert are
 also checked separately: their median difference may be at most FACTOR times that of the other tokens. A median below a
-tenth of the bound always passes. The check uses medians, because in bf16 a token at which two experts almost tie may
-differ greatly in a correct run.
+tenth of the bound always passes. The check uses medians because single tokens may differ greatly in a correct run. This
+happens in bf16 if the router scores of two experts are almost equal.
 checks/sampling_check.py checks how the tokens are drawn.
 S is the number of sequences, T of tokens per row, L of MoE layers, and K of experts per token.
 """
@@ -88,7 +89,10 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype, seed: int) -> No
 
 
 def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
-    """Draw a random update for each adapted matrix, as large as the matrix. The updates are equal in every layout."""
+    """Draw a random update for each adapted matrix, as large as the matrix.
+
+    The entries of both have the same standard deviation. The updates do not depend on the layout.
+    """
     pairs: Pairs = {}
     for adapted in modules:
         names = [name.removesuffix(".weight") for name in adapted.names(slice(None))]
@@ -102,7 +106,7 @@ def enlarged(modules: list[Adapted], arch: Architecture, alpha: float) -> Pairs:
 def sample(
     engine: Engine, prompts: list[list[int]], sampling: RolloutConfig, parallel: Parallel, seed: int
 ) -> batches.Rollout:
-    """Let every replica sample a group of completions of each prompt. The result is equal on every rank."""
+    """Let every replica sample a group of completions of each prompt. The result is the same on every rank."""
     replicas = parallel.world_size // sampling.tensor
     return rollout.sample(
         engine,
@@ -127,8 +131,8 @@ def token_gaps(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return |trainer's - sampler's log-prob| of all tokens, a mask of the sampled tokens, and the tokens' experts.
 
-    A token is listed with the experts of the token before it, which predicted it. Without ``replay``, the experts are
-    None. Every rank calls this together, and computes every row.
+    The experts of a token are those that predicted it, so they are the experts that the token before it used. Without
+    ``replay``, the experts are None. All ranks call this together, and each of them computes every row.
 
     (S, T), (S, T), (S, T, L, K) on the host
     """
@@ -138,7 +142,7 @@ def token_gaps(
     gaps, masks, routes = [], [], []
 
     def padded(x: Tensor) -> Tensor:
-        """Pad the rows to T tokens, on the host.  (b, t, ...) -> (b, T, ...)"""
+        """Move b rows of t tokens to the host, and pad them to T tokens.  (b, t, ...) -> (b, T, ...)"""
         return torch.nn.functional.pad(x.cpu(), (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
 
     for rows in torch.arange(len(batch.lengths)).split(at_once):
@@ -156,9 +160,11 @@ def token_gaps(
 
 
 def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) -> list[dict]:
-    """Return the median gap of each expert's tokens and of all other tokens, the most different expert first.
+    """Return, for each expert, the median gap of its tokens and of all other tokens, the most different expert first.
 
-    An expert is left out unless both sets have at least LEAST_TOKENS sampled tokens.  (S, T), (S, T), (S, T, L, K)
+    An expert is left out if its tokens or the other tokens are fewer than LEAST_TOKENS. Only sampled tokens count.
+
+    (S, T), (S, T), (S, T, L, K)
     """
     gaps, routes = gaps[mask], routes[mask]  # (N,), (N, L, K)
     judged_experts = []
@@ -180,9 +186,9 @@ def by_expert(gaps: Tensor, mask: Tensor, routes: Tensor, arch: Architecture) ->
 
 
 def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
-    """Make the check, and return its figures. Every rank calls this together.
+    """Perform the check, and return its figures. All ranks call this together.
 
-    ``wrong`` names the figures that are beyond their bounds; it is "" if there are none.
+    In the result, ``wrong`` names the figures that are beyond their bounds; it is "" if there are none.
     """
     policy, pad_token = Policy.load(cfg, arch, parallel), 0
     model = policy.model
@@ -254,10 +260,11 @@ def compare(cfg: Config, arch: Architecture, parallel: Parallel) -> dict:
 def known_fault(
     policy: Policy, pairs: Pairs, modules: list[Adapted], gaps_of: Callable, odd: Tensor, bound: float
 ) -> str:
-    """Name the fault that explains the sampler's log-probs of the ``odd`` sequences; "" if no known fault does.
+    """Name the fault that explains the sampler's log-probs of some sequences, or return "" if no known fault does.
 
-    The trainer tries each fault of probes.faults, and the base without adapters. A fault explains the log-probs if the
-    trainer then differs from the sampler by at most ``bound``. This changes the policy's factors. Every rank calls this
+    ``odd`` is true for these sequences. The trainer tries each fault of probes.faults, and the base without adapters. A
+    fault explains the log-probs if the trainer then differs from the sampler by at most ``bound``. ``gaps_of`` returns
+    the result of token_gaps for the current factors. This function changes the policy's factors. All ranks call it
     together.
     """
     for name, wrong in {"the base": {}, **probes.faults(pairs, policy.arch)}.items():
@@ -269,7 +276,10 @@ def known_fault(
 
 
 def judged(figures: dict, experts: list[dict]) -> str:
-    """Name the figures that are beyond their bounds. The text is "" if there are none."""
+    """Name the figures that are beyond their bounds, or return "" if there are none.
+
+    ``experts`` is the result of by_expert.
+    """
     bound = figures["bound"]
     odd = {
         part: ", ".join(str(place) for place, gap in enumerate(figures[f"gap_by_{part}"]) if not gap <= bound)

@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=1 checks/planted_fault.py FAULT configs/bench.yaml [section.key=value ...]
 
 FAULT is a name, or NAME=VALUE (rounded=3), or several of these joined by + (rounded=3+inverted_weights).
-A fault is a function. It gets the right function of the method and returns a wrong one, which replaces it while the
-training runs; no file is changed. Everything else runs as in train_grpo.py. Faults of the method are controls: if a
-comparison cannot find such a fault, its other results mean nothing. Faults of the sampler create mismatches between
-sampler and trainer, under which methods are compared. They need checks.off=[logp_gap], because this check finds them.
+A fault is a function. It gets a right function of the method or the sampler, and returns a wrong function. The wrong
+function replaces the right one while the training runs; no file is changed. Everything else runs as in train_grpo.py.
+Faults of the method are controls: if a comparison cannot find such a fault, its other results mean nothing.
+Faults of the sampler create mismatches between sampler and trainer, and the benchmark compares methods under these
+mismatches. Faults of the sampler need checks.off=[logp_gap], because this check finds them.
 This file does not import torch at the top, because sweep.py checks the names of faults without torch.
 """
 
@@ -41,10 +42,11 @@ def inverted_weights(right: Function) -> Function:
 
 
 def reversed_clip(right: Function) -> Function:
-    """Make PPO take the smaller of its two losses, so that it clips where it should not, and the reverse.
+    """Make PPO take the smaller of its two losses, so that it clips exactly where it should not.
 
-    The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r), which is the right loss for an
-    advantage of -A. CISPO does not choose between two losses, and its loss is linear in A, so it stays right.
+    A is the advantage, and r the ratio. The smaller of -A r and -A clip(r) is minus the larger of A r and A clip(r).
+    That larger one is the right loss for an advantage of -A. CISPO does not choose between two losses, and its loss is
+    linear in A, so this fault does not change it.
     """
 
     def policy_loss(logp: Any, old_logp: Any, advantages: Any, mask: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +65,7 @@ def foreign_routes(right: Function) -> Function:
 
 
 def lost_experts(right: Function) -> Function:
-    """Keep the adapters of the experts from the sampler, both in training and in evaluations."""
+    """Leave the experts' adapters out of the sampler's weights, both in training and in evaluations."""
 
     def merged(adapter: Any, weight: Any, experts: slice | None = None, out: Any = None) -> Any:
         if experts is None:
@@ -74,9 +76,9 @@ def lost_experts(right: Function) -> Function:
 
 
 def altered_evaluation(right: Any) -> Any:
-    """Make evaluations measure the sampler's policy, with its noise or rounding, instead of the trained one.
+    """Make evaluations measure the sampler's policy, with its noise or rounding, instead of the trained policy.
 
-    ``right`` is the class Push. The first evaluation, which measures the base model, stays right.
+    ``right`` is the class Push. The first evaluation, which measures the base model, is not altered.
     """
 
     class AlteredPush(right):
@@ -108,11 +110,13 @@ def permuted_teacher(right: Function) -> Function:
 
 
 def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: bool = False) -> Any:
-    """Round weights to whole multiples of a scale, as in a sampler with ``bits`` bits.  (out, in) -> (out, in)
+    """Round weights to whole multiples of a scale, as in a sampler whose weights have ``bits`` bits.
 
-    Every ``group`` neighbouring inputs of an output share one scale. It makes the largest absolute value the largest
-    integer, 2^(bits - 1) - 1 (symmetric). The last group may be smaller. With ``down``, multiples are rounded down
-    instead of to the nearest one.
+    Every ``group`` neighbouring inputs of an output share one scale. The scale maps the largest absolute value to the
+    largest integer, 2^(bits - 1) - 1 (symmetric). The last group may be smaller. With ``down``, multiples are rounded
+    down instead of to the nearest integer.
+
+    (out, in) -> (out, in)
     """
     import torch
 
@@ -126,7 +130,7 @@ def rounded_weights(weight: Any, bits: int, group: int = ROUND_GROUP, *, down: b
 
 
 def rounding_push(right: Any, changed: Function) -> Any:
-    """Return a subclass of Push, ``right``, that changes the engine's weights while it samples for training.
+    """Return a subclass of ``right``, the class Push, that changes the engine's weights for the training samples.
 
     The engine then gets ``changed(push, step, name, tensor)`` instead of each tensor. Evaluations and the trainer use
     the policy itself.
@@ -148,7 +152,7 @@ def rounding_push(right: Any, changed: Function) -> Any:
             return {}
 
         def tensors(self, only: set[str] | None = None) -> Any:
-            """Yield the tensors of a push. All matrices are added to ``only``, so that their rounding is undone."""
+            """Yield the tensors of a push. Add all matrices to ``only``, so that the push undoes their rounding."""
             return super().tensors(None if only is None else only | self.matrices)
 
         def __call__(self, step: int, probe: list[int]) -> dict[str, float]:
@@ -163,7 +167,7 @@ def rounding_push(right: Any, changed: Function) -> Any:
 def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
     """Sample the training completions with weights of 3, 4 or 8 bits, as an int8 or int4 engine does.
 
-    Embedding, head, norms, biases, routers and the gates of shared experts are not rounded. ``right`` is the class
+    The embedding, head, norms, biases, routers and shared-expert gates are not rounded. ``right`` is the class
     Push. With ``down``, the weights are rounded down instead of to the nearest multiple.
     """
 
@@ -176,9 +180,10 @@ def rounded(right: Any, bits: str, *, down: bool = False) -> Any:
 def on_grid(weight: Any, merged: Any, places: int, offset: Any) -> Any:
     """Return W + d floor(U / d + offset), which rounds the update U = ``merged`` - W to whole multiples of d.
 
-    d is the distance between neighbouring numbers near W that have ``places`` binary places. bf16 has 7 of them. An
-    ``offset`` of 0.5 rounds U / d to the nearest integer. An offset that is uniform in [0, 1) rounds U / d up or down
-    at random, so that the mean over many merges is W + U. All tensors are fp32; W may have any shape.
+    W is ``weight``, and d is the distance between neighbouring numbers near W that have ``places`` binary places. bf16
+    has 7 binary places. An ``offset`` of 0.5 rounds U / d to the nearest integer. An offset that is uniform in [0, 1)
+    rounds U / d up or down at random. The mean over many merges is then W + U. All tensors are fp32. W may have any
+    shape.
     """
     exponent = weight.abs().clamp(min=1e-12).frexp().exponent  # 2^(exponent - 1) <= |W| < 2^exponent; 0 has none
     spacing = (exponent - 1 - places).float().exp2()
@@ -194,7 +199,7 @@ def uniform(seed: int, step: int, name: str, like: Any) -> Any:
 
 
 def refuse_other_merges(cfg: Any) -> None:
-    """Raise InputError unless only pushes merge, with whole tensors in fp32, and no activations are recomputed."""
+    """Raise InputError unless adapters are merged only in pushes, into whole fp32 tensors, without recomputation."""
     if cfg.merging is not Merging.PUSHES or cfg.rollout.expert_parallel or cfg.model.recompute:
         raise InputError(
             f"model.dtype, rollout.sync, rollout.expert_parallel, model.recompute: {cfg.model.dtype}, "
@@ -204,7 +209,7 @@ def refuse_other_merges(cfg: Any) -> None:
 
 
 def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> Any:
-    """Sample the completions for training with weights that were merged on a grid (`on_grid`) of ``places`` places.
+    """Sample the training completions with weights that are merged on a grid of ``places`` binary places (`on_grid`).
 
     With fewer places than bf16 has, the large updates of a tiny model lose as large a share as small updates lose in
     bf16. fault/update_share and fault/update_error are the metrics sync/update_share and sync/update_error for this
@@ -244,7 +249,8 @@ def coarse(right: Any, places: str, *, offsets: Function = lambda *of: 0.5) -> A
 def coarse_passes(right: Function, places: str) -> Function:
     """Make the trainer compute with the weights that `coarse` gives the sampler.
 
-    The backward pass ignores the rounding: A and B get their gradients as if the weights were W + U.
+    The backward pass ignores the rounding: the LoRA factors get their gradients as if the weights were W + U
+    (see `on_grid`).
     """
     from lora_megatron import merge
 
@@ -263,10 +269,10 @@ def coarse_passes(right: Function, places: str) -> Function:
 
 
 def flips(right: Function) -> Function:
-    """In training, replace the lowest-ranked expert of each sampled token by the next best one in the sampler.
+    """Make the sampler replace the lowest-ranked expert of each sampled token with the next best one, in training.
 
-    This is done in every layer. The weights of the experts are as if the replaced expert did not exist. Prompt tokens
-    keep their experts.
+    It does this in every MoE layer. The weights of the experts are as if the replaced expert did not exist. Prompt
+    tokens keep their experts.
     """
 
     def sample(engine: Any, *rest: Any, **named: Any) -> Any:
@@ -288,7 +294,7 @@ def flips(right: Function) -> Function:
 
 
 def noise(right: Function, size: str) -> Function:
-    """In training, add normal noise with standard deviation ``size`` to the sampler's logits, new for each token.
+    """Add normal noise with standard deviation ``size`` to the sampler's logits in training, new for each token.
 
     The random number that draws a token is also the seed of its noise.
     """
@@ -312,7 +318,7 @@ def noise(right: Function, size: str) -> Function:
 
 
 def embedded(engine: Any, fault: str) -> Any:
-    """Return ``engine``. Raises InputError, which names ``fault``, unless it is the embedded sampler."""
+    """Return ``engine``. Raises InputError, which names ``fault``, unless the engine is the embedded sampler."""
     from engines.torch_sampler import TorchSampler
 
     if not isinstance(engine, TorchSampler):

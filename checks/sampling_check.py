@@ -3,7 +3,7 @@
 The log-probs of the drawn tokens do not show how the tokens were drawn: they are right even if the random generator is
 broken. Therefore these statistics of the draws are checked. A correct run fails with a probability below 1e-6.
 
-- Many first tokens of few prompts are compared with the probabilities of all tokens, in a chi-square test.
+- Many first tokens of a few prompts are compared with the probabilities of all tokens, in a chi-square test.
 - The number of completions that repeat an earlier one of their prompt is compared with its expected value.
 - A batch is requested again with the same seeds, and at least nine tenths of its first tokens must be the same.
 
@@ -32,7 +32,7 @@ CLASSES, LEAST_EXPECTED = 16, 50.0  # classes have about equal probabilities; on
 def next_logprobs(model: torch.nn.Module, prompts: list[list[int]], parallel: Parallel, temperature: float) -> Tensor:
     """Return the log-probs of all tokens of the vocabulary after each prompt, computed by rank 0's trainer.
 
-    The prompts must have equal lengths. Every rank calls this together, and gets the same result.
+    The prompts must have equal lengths. All ranks call this together, and get the same result.
 
     -> (P, V) fp64 on the host
     """
@@ -47,10 +47,10 @@ def chi_square(batch: Rollout, logp: Tensor, replicas: int) -> list[float]:
     """Return the p-value of a chi-square test of each replica's first tokens.
 
     ``logp`` (P, V) has the trainer's log-probs. They divide the tokens into classes of about equal probability. Each
-    drawn token is weighted by the ratio of the trainer's to the sampler's probability. If a sampler draws as it
-    reports, the expected sum of these weights in a class is the number that the trainer's probabilities predict. This
-    also holds if the sampler's kernels round differently. A class has tokens of all prompts, so its count varies less
-    than that of one multinomial distribution.
+    drawn token is weighted by the ratio of the trainer's to the sampler's probability. Suppose a sampler draws
+    with the probabilities that it reports. Then the expected sum of these weights in a class is the number of tokens
+    that the trainer's probabilities predict. This also holds if the sampler's kernels round differently. A class has
+    tokens of all prompts, so its count varies less than that of one multinomial distribution.
     """
     tokens = batch.tokens[:, 0].view(len(logp), replicas, -1)  # (P, R, G)
     ratios = (logp.gather(1, tokens.flatten(1)).view_as(tokens) - batch.logp[:, 0].view_as(tokens)).exp()
@@ -87,7 +87,7 @@ def repeats(batch: Rollout, replicas: int) -> tuple[int, float, float]:
 
 
 def figures(batch: Rollout, again: Rollout, first: Rollout, logp: Tensor, replicas: int) -> list[dict]:
-    """Return all statistics. Each has ``right``, a ``text`` and ``values``, most of them with one value per replica.
+    """Return all statistics as dicts with ``right``, ``text`` and ``values``. Most have one value per replica.
 
     In ``batch`` every replica gets every prompt twice, and ``again`` repeats this batch. ``first`` has many samples of
     the first token after each prompt, and ``logp`` the trainer's log-probs there. `chi_square` tests the tokens of

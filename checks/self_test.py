@@ -5,10 +5,10 @@
 
 This command runs the tests of tests/machines/on_device on CONFIG's device. They compare random tiny models, in every
 layout of the launched ranks, with transformers and torch.optim.AdamW in float64. They also compare each operator with
-its formula. Without torchrun, the tests on a CPU use one and two ranks, or N ranks. Only the device of CONFIG matters
-here; `train_grpo.py CONFIG --check` checks the functions that CONFIG names.
+its formula. Without torchrun, the tests on a CPU run on one and two ranks, or on N ranks. Only the device of CONFIG
+matters here; `train_grpo.py CONFIG --check` checks the functions that CONFIG names.
 Exit code 0: everything is right. 1: a line names the test that failed. 2: the input cannot be used. docs/checks.md
-lists the faults that the tests find, and explains how to see more of a failure.
+lists the faults that the tests find, and explains how to see the details of a failure.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ OPTIONS += ["--tb=no", "-rfE", "--capture=sys", "--continue-on-collection-errors
 
 @command
 def main(arguments: list[str]) -> int:
-    """Replace this process by pytest, so that a launcher can end it. This function does not return."""
+    """Replace this process with pytest, so that a launcher can end the tests. This function does not return."""
     default = str(ROOT / "configs" / "tiny_cpu.yaml")
     parser = command_line(
         "preflight.py --self-test",

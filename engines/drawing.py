@@ -1,7 +1,8 @@
 """Draws tokens by inverting the cumulative distribution at numbers from a table of uniform numbers.
 
-All engines use it, so engines with equal logits sample equal tokens. The random number of a token depends only on the
-seed of its prompt, its sample and its position. It does not depend on the other rows that are decoded at the same time.
+All engines draw in this way, so engines with equal logits sample equal tokens. The random number of a token depends
+only on the seed of its prompt, its sample and its position. It does not depend on the other rows that are decoded at
+the same time.
 P is the number of prompts, S of samples per prompt, N of new tokens, R of rows, and V the size of the vocabulary.
 """
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def uniforms_of(seeds: list[int], *shape: int) -> Tensor:
-    """Draw uniform numbers in [0, 1) for each prompt, from a generator with its seed.  -> (P, *shape) float32"""
+    """Draw uniform numbers in [0, 1) for each prompt, with a generator that has its seed.  -> (P, *shape) float32"""
     table = torch.empty(len(seeds), *shape)
     for seed, numbers in zip(seeds, table, strict=True):
         numbers.uniform_(generator=torch.Generator().manual_seed(seed))

@@ -26,7 +26,7 @@ def open_engine(
 ) -> Engine:
     """Return the engine that cfg.rollout.engine names. It has no usable weights before its first load_weights.
 
-    ``beat`` is called at every decoding step.
+    The engine calls ``beat`` at every decoding step.
     """
     return _engine_module(cfg.rollout).open_engine(cfg, arch, device, stop_tokens, pad_token, beat)
 

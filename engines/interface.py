@@ -100,10 +100,11 @@ class Engine(Protocol):
         check_finite(held, "load_weights")
 
     def load_adapter(self, factors: Mapping[str, Tensor]) -> None:
-        """Sample with W + (alpha / R) B A from now on. Only for rollout.sync adapter.
+        """Sample with W + (alpha / R) B A from now on. This is only for rollout.sync adapter.
 
-        W are the weights from load_weights. ``factors`` has the whole factors by their names in a checkpoint (see
-        Policy.whole). If factors are not finite, raises InputError and keeps the old adapter.
+        W are the weights from load_weights, A and B the LoRA factors, and R the LoRA rank. ``factors`` has the whole
+        factors by their names in a checkpoint (see Policy.whole). If a factor is not finite, this method raises
+        InputError and keeps the old adapter.
         """
 
     def sample(
@@ -119,7 +120,7 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Return ``num_samples`` completions of each prompt, in the order of the prompts. Temperature 0 is greedy.
 
-        With ``turns``, a completion has the answers of an environment between the tokens of the policy. The random
+        With ``turns``, a completion contains the replies of an environment between the tokens of the policy. The random
         number of a token depends on its position in the completion, not on who wrote the tokens before it.
 
         The random numbers of prompt i depend only on seeds[i], so the other prompts of a call change nothing but
@@ -143,7 +144,10 @@ class Engine(Protocol):
     def layer_outputs(self, prompt: list[int]) -> list[Tensor]:
         """Return the residual stream of ``prompt`` after each layer, for a comparison with the trainer's layers.
 
-        The list is empty if the model runs as a captured graph, which calls no hooks.  -> L x (T, h)
+        The list is empty if the model runs as a captured graph, which calls no hooks. L is the number of layers, T of
+        prompt tokens, and h the hidden size.
+
+        -> L x (T, h)
         """
 
     def close(self) -> None:
@@ -173,7 +177,7 @@ def check_call(arch: Architecture, prompts: list[list[int]], max_new_tokens: int
 
 
 def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], seen: Collection[str]) -> None:
-    """Raise InputError unless ``shapes`` has this name with this shape, and the tensor is floating-point and new.
+    """Raise InputError unless ``shapes`` has this name and shape, and the tensor is floating-point and not in ``seen``.
 
     ``seen`` has the names of the tensors that arrived before.
     """
@@ -188,7 +192,7 @@ def check_arrival(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...
 
 
 def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool) -> None:
-    """Raise InputError if a load that brought ``seen`` lacks a tensor.
+    """Raise InputError if a load lacks a tensor. ``seen`` has the names of the tensors that the load has brought.
 
     ``groups`` maps the name of every tensor to its fused group. A ``whole`` load must bring all groups. Any other load
     must complete the groups of which it has brought a part.
@@ -203,7 +207,7 @@ def check_complete(seen: Collection[str], groups: Mapping[str, str], whole: bool
 
 
 def fault_of_log_probs(completions: list[list[Completion]], dtype: torch.dtype) -> str:
-    """Describe the fault behind the first log-prob that is not finite; "" if all log-probs are finite.
+    """Describe the fault behind the first log-prob that is not finite, or return "" if all are finite.
 
     If the model overflows, a whole row is NaN. -inf means that the sampler drew a token of probability 0.
     """

@@ -37,11 +37,12 @@ class Probe:
 
     @torch.no_grad()
     def gap(self, prompt: list[int]) -> float:
-        """Return the mean gap between engine's and trainer's log-probs on answers to ``prompt``, in nats per token.
+        """Return the mean gap between the engine's and the trainer's log-probs of answers, in nats per token.
 
-        The engine samples the answers. The result is the largest mean over the engines of all ranks, and equal on every
-        rank. A collective: every rank's trainer computes the answers of all engines. The reason is that a wrong engine
-        may give other answers than the rest, but tensor ranks must compute the same tokens.
+        The engine samples the answers to ``prompt``. The result is the largest of the means of all ranks' engines, and
+        is the same on every rank. All ranks call this together, and each rank's trainer computes the answers of all
+        engines. This is necessary because tensor ranks must compute the same tokens, but a wrong engine may give other
+        answers than the rest.
         """
         mine = [(tuple(answer.tokens), answer.logp) for answer in self.answers(prompt, self.settings.temperature)]
         everyones = self.parallel.gather_objects(mine)
@@ -51,9 +52,9 @@ class Probe:
         return self.parallel.max_over_ranks(largest)
 
     def _trainer_logp(self, prompt: list[int], answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
-        """Return a dict from each answer to the trainer's log-probs of its tokens after ``prompt``, on the host.
+        """Return a dict that maps each answer to the trainer's log-probs of its tokens after ``prompt``, on the host.
 
-        Every rank calls this together.
+        All ranks call this together.
         """
         device = self.parallel.device
         rows = pad_sequence([torch.tensor([*prompt, *answer]) for answer in answers], batch_first=True)
@@ -68,7 +69,7 @@ class Probe:
     def first_differing_layer(self, prompt: list[int], bound: float) -> str:
         """Describe the first layer whose output on ``prompt`` differs between engine and trainer.
 
-        ``bound`` is the largest difference that is allowed, as a share of the layer's largest value. Every rank calls
+        ``bound`` is the largest difference that is allowed, as a share of the layer's largest value. All ranks call
         this together.
         """
         ours = layer_outputs(self.policy.model, prompt, self.parallel)
@@ -90,7 +91,12 @@ class Probe:
 
 @torch.no_grad()
 def layer_outputs(model: torch.nn.Module, prompt: list[int], parallel: Parallel) -> list[Tensor]:
-    """Return the trainer's residual stream after each layer, whole on every tensor rank.  (T,) -> L x (T, h)"""
+    """Return the trainer's residual stream after each layer, whole on every tensor rank.
+
+    L is the number of layers, T of prompt tokens, and h the hidden size.
+
+    (T,) -> L x (T, h)
+    """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     padding = prompt[-1:] * (-len(prompt) % parallel.tensor)  # sequence parallelism splits the row evenly

@@ -2,8 +2,8 @@
 
 PrefixCache, for fp32, is fast. The rows that sample the same prompt form a line. They share the keys and values of the
 prompt, and attend to them in one product. RowCache, for bf16, rounds as the trainer does: each row has all its keys and
-values, and the trainer's kernel computes the attention. In bf16 rounding shows in the log-probs, and with this cache
-sampler and trainer compute the same numbers.
+values, and the trainer's kernel computes the attention. In bf16, rounding changes the log-probs visibly; with this
+cache, sampler and trainer compute the same numbers.
 P is the number of prompts, T of prompt tokens with padding, N of new tokens, R of rows, and L of lines. H is the number
 of query heads, KV of key-value heads, and D the head size.
 """
@@ -77,7 +77,7 @@ class PrefixCache(Cache):
         self.values = self._zeros(arch, len(self.prompt_length), 0, arch.head_dim)
 
     def write_prompts(self, layer: int, part: slice, key: Tensor, value: Tensor) -> None:
-        """Write the keys and values of the prompts in ``part``.  (p, KV, T, D) twice"""
+        """Write the keys and values of the p prompts in ``part``.  (p, KV, T, D) twice"""
         self._by_head(self.prompt_keys[layer])[:, part] = key.permute(1, 0, 3, 2)
         self._by_head(self.prompt_values[layer])[:, part] = value.transpose(0, 1)
 

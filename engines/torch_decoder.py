@@ -47,7 +47,7 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def _allocate(self, shape: tuple[int, ...], pieces: dict) -> Tensor:
-        """Return storage of ``shape``. ``pieces`` maps each Hugging Face name to the index of its tensor's part.
+        """Return storage of ``shape``. ``pieces`` maps each Hugging Face name to the tensor's index in the storage.
 
         Experts' matrices are stored as (E, in, out), because a product of few rows then takes a sixth less time. The
         Hugging Face tensors are (out, in), and are copied transposed.
@@ -121,7 +121,8 @@ class Decoder:
     def _grouped(self, layer: int, part: str, x: Tensor, blocks: tuple[Tensor, Tensor]) -> Tensor:
         """Apply ``part`` of a layer's experts, with their adapters if they have any.
 
-        ``blocks`` has the number of rows of each expert, (E,), and the index at which they end, (E,).
+        ``blocks`` has the number of rows of each expert, (E,), and the index at which they end, (E,). N is the sum of
+        these numbers.
 
         (N, in) -> (N, out)
         """
@@ -150,9 +151,9 @@ class Decoder:
         return query, key, heads.narrow(-2, query_heads + key_heads, key_heads)
 
     def _mlp(self, layer: int, x: Tensor, routes: list[Tensor]) -> Tensor:
-        """Return the residual stream after the MLP block. An MoE layer appends its experts (R, K) to ``routes``.
+        """Return the residual stream after the MLP block. An MoE layer appends the chosen experts to ``routes``.
 
-        (R, h) -> (R, h)
+        (R, h) -> (R, h); the experts are (R, K)
         """
         arch, weights = self.arch, self.layers[layer]
         h = kernels.rms_norm(x, weights["post_attention_layernorm"], arch.rms_norm_eps)
@@ -282,9 +283,9 @@ def _line(lengths: Tensor, longest: int, shared: int, *, whole: bool) -> tuple[T
     """Arrange the tokens of some prompts on a line. Return the maps from the line to the prompts and back.
 
     The first result has, for each token of the line, its index in the flattened prompts, (M,). The second has, for each
-    token of the prompts, its index on the line, (p, T). All prompts begin with the same ``shared`` tokens, which are on
-    the line once. A ``whole`` line has all tokens and the padding. ``lengths`` (p,) are those of the prompts, and
-    ``longest`` is T.
+    token of the prompts, its index on the line, (p, T). M is the number of tokens on the line, and p of prompts. All
+    prompts begin with the same ``shared`` tokens, which are on the line once. A ``whole`` line has all tokens and the
+    padding. ``lengths`` (p,) are those of the prompts, and ``longest`` is T.
     """
     position = torch.arange(longest, device=lengths.device)
     is_packed = (position >= shared) & (position < lengths[:, None]) | whole  # (p, T)

@@ -1,7 +1,7 @@
 """The embedded sampler. It uses a decoder in plain torch, and needs no other engine and no process group.
 
 A call runs in waves of limited size. A wave computes every prompt once for all its samples. Once half of the rows have
-finished, these are removed. Each prompt has its own seed, so its completions do not depend on its wave.
+finished, the sampler removes them. Each prompt has its own seed, so its completions do not depend on the wave.
 P is the number of prompts, R of rows (one for each sampled completion), and N of new tokens. K is the number of experts
 per token, L of MoE layers, and V the size of the vocabulary.
 """
@@ -168,9 +168,11 @@ class TorchSampler(Engine):
         return answers
 
     def _answers(self, tokens: Tensor, logps: Tensor) -> list[Completion]:
-        """Return a completion for each row. ``tokens`` are -1 after the end of a row.  (N, R) twice
+        """Return a completion for each row. ``tokens`` are -1 after the end of a row.
 
         Raises Tripped if a log-prob is not finite.
+
+        (N, R) twice
         """
         answers = []
         generated = (tokens >= 0).sum(0).tolist()
@@ -201,7 +203,7 @@ class Given:
         return torch.where(given >= 0, given, token), logp.masked_fill(given >= 0, 0.0)
 
     def ended(self, n: int, row_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return which rows finish with their ``n``-th token. If only a turn ends, store the environment's answer.
+        """Return which rows finish with their ``n``-th token. If only a turn ends, store the environment's reply.
 
         -> (R,) bool
         """

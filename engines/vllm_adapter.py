@@ -2,7 +2,7 @@
 
 The adapter is passed in memory, and no file is written. This has run on a CPU, with models that have only dense layers.
 With experts it has run only on a stub of CANN, once (docs/npu.md). The refusals follow the sources of vLLM 0.30 and
-vllm-ascend 0.30.0rc2, and of version 0.23 of both. R is the rank.
+vllm-ascend 0.30.0rc2, and of version 0.23 of both.
 """
 
 import importlib.metadata
@@ -58,7 +58,7 @@ def llm_arguments(lora: LoraConfig) -> dict:
 
 
 class Adapter:
-    """The only adapter of an engine. Every change gets a new number, so vLLM finds nothing in its caches for it."""
+    """The only adapter of an engine. Every change gets a new number, so vLLM reuses nothing from its caches."""
 
     def __init__(self, lora: LoraConfig, arch: Architecture, dtype: torch.dtype) -> None:
         self.lora, self.arch, self.dtype = lora, arch, dtype
@@ -66,7 +66,7 @@ class Adapter:
         self.number = 0
 
     def take(self, factors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter by copies of ``factors``. Raises InputError if they are not finite."""
+        """Replace the adapter with copies of ``factors``. Raises InputError if a factor is not finite."""
         check_finite(factors, "load_adapter")
         tensors = {}
         for adapted in adapted_modules(self.arch, self.lora):
@@ -77,13 +77,13 @@ class Adapter:
         self.tensors = tensors
 
     def put(self, llm) -> None:
-        """Give the adapter to every worker, if there is one. Call this after each push of weights, which removes it."""
+        """Give every worker the adapter, if one was loaded. Call this after each push of weights: a push removes it."""
         if self.tensors:
             self.number += 1
             llm.collective_rpc(put, args=(self.number, self.tensors, self.lora.rank, self.lora.alpha))
 
     def request(self):
-        """Return the LoRARequest with which vLLM samples a row with the adapter. Its path is never opened.
+        """Return a LoRARequest that makes vLLM sample with the adapter. vLLM never opens the path in it.
 
         Raises InputError if there is no adapter.
         """
@@ -95,7 +95,7 @@ class Adapter:
 
 
 def put(worker, number: int, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
-    """Make these factors the only adapter of a worker, under ``number``. This runs in the worker."""
+    """Make ``tensors`` the only adapter of a worker, under the id ``number``. This function runs in the worker."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -10,7 +10,7 @@ vocabulary, and expert rank r the same experts. So each rank copies its shards. 
 parameters, and their layout is the one that vLLM's NPU kernels read. E is the number of local experts, h the hidden
 size, and w the expert width.
 
-The tokens of a sample are drawn with its row of the table of uniform numbers (drawing.py), as in other layouts. So the
+The tokens of a sample are drawn with its row in the table of uniform numbers (drawing.py), as in other layouts. So the
 ranks of a tensor group draw the same tokens, and the layout changes nothing but rounding.
 """
 
@@ -44,7 +44,7 @@ class ColocatedEngine(VllmEngine):
         self.take_parameters_as_they_are()
 
     def take_parameters_as_they_are(self) -> None:
-        """Make a push bring the parameters of the loaded model, under vLLM's names and in vLLM's shapes."""
+        """Require each push to bring the parameters of the loaded model, under vLLM's names and in vLLM's shapes."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if self.arch.tied_head:
             self.shapes.pop("lm_head.weight", None)  # load_weights copies the embedding to it
@@ -59,7 +59,7 @@ class ColocatedEngine(VllmEngine):
         }
 
     def _hand_over(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy into vLLM's parameters in place, because captured graphs read from their addresses."""
+        """Copy the tensors into vLLM's parameters in place, because captured graphs read from their addresses."""
         with torch.no_grad():
             for name, tensor in stream:
                 self.parameters[name].copy_(tensor)
@@ -69,8 +69,8 @@ class ColocatedEngine(VllmEngine):
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor on the engine's device, in its own dtype.
 
-        Raises InputError unless the parameter's dtype can represent all values of the tensor's dtype. The parameter may
-        be wider, as a router in fp32 is.
+        Raises InputError unless the parameter's dtype can represent all values of the tensor's dtype. The parameter's
+        dtype may be wider, for example fp32 for a router.
         """
         wanted = self.parameters[name].dtype
         if torch.promote_types(tensor.dtype, wanted) != wanted:

@@ -47,7 +47,7 @@ from weights import huggingface
 
 
 def check_installed(device_type: str) -> None:
-    """Raise InputError if vLLM is not installed for this device, or the environment overrides one of our arguments."""
+    """Raise InputError if vLLM is not installed for this device, or the environment overrides an engine argument."""
     recipe = "on a CPU install requirements/cpu-vllm.txt with run_cpu.sh --vllm, or set rollout.engine to torch"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"rollout.engine: vllm is not installed; {recipe}")
@@ -78,9 +78,11 @@ class Row(NamedTuple):
 
 
 def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
-    """Return the random numbers of ``rows``. The first number of a row is that of its next token.  (R, N)
+    """Return the random numbers of ``rows``, beginning with the number for each row's next token.
 
-    This is necessary because vLLM uses the first number for the first token that a request generates.
+    vLLM uses the first number for the first token that a request generates, and each turn is a new request.
+
+    -> (R, N)
     """
     table = torch.zeros(len(rows), uniforms.shape[1], dtype=uniforms.dtype)
     for at, row in enumerate(rows):
@@ -90,10 +92,11 @@ def _table(rows: list[Row], uniforms: Tensor) -> Tensor:
 
 
 class VllmEngine(Engine):
-    """The engine in vLLM. See engines.interface.Engine for its calls; all ranks of a replica make the same calls.
+    """The engine that runs vLLM. See engines.interface.Engine for its calls.
 
-    All ranks of a torch.distributed world create their engine at the same time. A world of several ranks must have been
-    started by torchrun. vllm_setup.check refuses configurations that the constructor cannot run.
+    All ranks of a replica make the same calls. All ranks of a torch.distributed world create their engine at the same
+    time. If the world has several ranks, torchrun must have started it. vllm_setup.check refuses configurations that
+    the constructor cannot run.
     """
 
     lockstep = False  # True: all replicas must enter each `sample` together
@@ -321,7 +324,7 @@ class VllmEngine(Engine):
             self._continue(row, answer, routed)
 
     def _continue(self, row: Row, answer: Any, routed: bool) -> None:
-        """Append a RequestOutput of vLLM to the answer of ``row``; if ``routed``, also its routes."""
+        """Append the tokens of vLLM's RequestOutput to the answer of ``row``; if ``routed``, also append the routes."""
         (one,), answered = answer.outputs, row.answer
         tokens, logp = list(one.token_ids), list(one.logprobs.logprobs)
         assert list(one.logprobs.token_ids) == tokens and one.finish_reason in ("stop", "length")
@@ -357,7 +360,7 @@ class VllmEngine(Engine):
         return [row for row in ended if not row.answer.finish_reason]
 
     def _go_on(self, going: list[Row], turns: Turns) -> bool:
-        """Return whether vLLM must be called again. In lockstep, this is so if any rank has rows that continue."""
+        """Return whether vLLM must be called again. In lockstep, this is true if any rank has rows that continue."""
         if not self.lockstep:
             return bool(going)
         counts: list = [None] * dist.get_world_size()

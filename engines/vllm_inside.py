@@ -84,7 +84,10 @@ def parameters(worker) -> dict[str, Tensor]:
 
 
 def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
-    """Yield, for each MoE layer, its number, the module with its experts, and their ids in the order of the weights."""
+    """Yield, for each MoE layer, its number, the module with its experts, and the ids of the local experts.
+
+    The ids are in the order of the weights.
+    """
     for name, module in worker.model_runner.get_model().named_modules():
         if hasattr(module, "w13_weight"):
             local_index = module._expert_map  # expert -> local index, -1 on another rank; None: all are here, in order
@@ -96,9 +99,9 @@ def _moe_layers(worker) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
 def stacks(worker, in_sizes: dict[str, int]) -> dict[str, Stack]:
     """Implement Engine.stacks. ``in_sizes`` has the input sizes of gate_up_proj and of down_proj.
 
-    The kernels of an NPU read (E, in, out), those of Triton (E, out, in). The result is {} for another layout, or if
-    the ids of the local experts are not consecutive. The caller must check that the values are in the order that the
-    shapes suggest.
+    E is the number of local experts. The kernels of an NPU read (E, in, out), those of Triton (E, out, in). The result
+    is {} for another layout, or if the ids of the local experts are not consecutive. The caller must check that the
+    values are in the order that the shapes suggest.
     """
     found = {}
     for layer, module, owned in _moe_layers(worker):
@@ -145,7 +148,12 @@ class TableDraws:
         self.table = None if table is None else table.to(self.runner.device)
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Draw a token for each row of logits after temperature.  (R, V), (R,), (R,) -> (R,)"""
+        """Draw a token for each row of ``logits``, to which vLLM has applied the temperature.
+
+        R is the number of rows, and V the size of the vocabulary.
+
+        (R, V), (R,), (R,) -> (R,)
+        """
         return pick(logits, self.table[rows, positions, None], 1.0)[0]
 
     def in_runner_1(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
@@ -179,8 +187,8 @@ def draw_by_table(worker) -> TableDraws:
     """Make the worker draw from tables. Raises InputError if this is not possible in the installed vLLM.
 
     Model Runner V1 of vLLM and of vllm-ascend calls topk_topp_sampler for every batch with requests that are not
-    greedy. Model Runner V2 has _sample_random in vLLM 0.30. In 0.23 it draws inside a function that also applies
-    penalties and bias.
+    greedy. Model Runner V2 has _sample_random in vLLM 0.30. In vLLM 0.23, Model Runner V2 draws inside a function that
+    also applies penalties and bias, so this function raises InputError.
     """
     runner, sampler = worker.model_runner, worker.model_runner.sampler
     if hasattr(sampler, "topk_topp_sampler"):

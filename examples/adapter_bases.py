@@ -1,4 +1,4 @@
-"""Makes the random models of docs/adapters.md, and for each an adapter of its attention, saved by PEFT.
+"""Makes the random models of docs/adapters.md, and for each model a LoRA adapter of its attention, saved with PEFT.
 
 python examples/adapter_bases.py DIR        needs transformers 5 and peft; writes DIR/KIND/base and DIR/KIND/adapter
 """

@@ -14,8 +14,8 @@ CALL = re.compile(r"<<([-+*/(). 0-9]{1,64})=\Z")
 def calculator(turns: list[str], row: dict[str, Any]) -> str | None:
     """Return the result of the calculator call that ends the policy's turn.
 
-    If the turn ends with an `=` that belongs to no valid call, return "", so that the policy continues. If it ends with
-    an end token, return None.
+    If the turn ends with an `=` that belongs to no valid call, return "", so that the policy continues. If the turn
+    ends with an end token, return None.
     """
     if not turns[-1].endswith("="):  # an end token has ended the turn, so the completion ends
         return None

@@ -19,7 +19,7 @@ EXPRESSION = re.compile(r"[-+*/(). 0-9]{1,64}")
 def tool(turns: list[str], row: dict[str, Any]) -> str | None:
     """Return the results of the calls in the policy's last turn, one per line.
 
-    If it contains no call, return None, which ends the completion.
+    If the turn contains no call, return None, which ends the completion.
     """
     calls = CALL.findall(turns[-1])
     return "\n".join(map(result, calls)) if calls else None

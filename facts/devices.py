@@ -38,7 +38,7 @@ def spread(expected: float) -> Range:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The device of one rank. Shares are fractions of the peak."""
+    """The properties of one rank's device. Shares are fractions of the peak."""
 
     memory_gib: float  # 0: the ranks share the main memory of the host
     flops: float  # per second, in the model's dtype
@@ -52,11 +52,17 @@ class Hardware:
 
     @property
     def launch_seconds(self) -> float:
-        """The seconds of one kernel launch by the host. A layer of a decode step counts like one of a forward pass."""
+        """The time in seconds in which the host launches one kernel.
+
+        A layer of a decode step is assumed to have as many launches as a layer of a forward pass.
+        """
         return self.eager_layer_seconds / FORWARD_LAUNCHES
 
     def sends(self, size: float, away: float) -> float:
-        """Return the seconds to send ``size`` bytes. A share ``away`` leaves the node, while the rest uses the link."""
+        """Return the time in seconds to send ``size`` bytes.
+
+        The share ``away`` of them goes to other nodes, and at the same time the rest goes over the link in the node.
+        """
         return max(size * (1 - away) / self.link, size * away / self.between_nodes)
 
 

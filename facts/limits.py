@@ -21,7 +21,7 @@ CACHE_BLOCK = 128  # tokens; vLLM allocates its key-value cache in blocks, and k
 
 
 def logits_per_chunk(device: str) -> int:
-    """Return how many fp32 logits may exist at one time on this type of device, for any batch.
+    """Return the number of fp32 logits that may exist at one time on this type of device, for any batch.
 
     An accelerator reads the whole head again for each chunk, so a few large chunks are faster.
     """
@@ -29,7 +29,7 @@ def logits_per_chunk(device: str) -> int:
 
 
 def int4_bytes(out: int, inputs: int, element: int) -> int:
-    """Return the bytes of an int4 matrix (hardware/quantisation.py). A scale has ``element`` bytes."""
+    """Return the size in bytes of an int4 matrix (hardware/quantisation.py). A scale has ``element`` bytes."""
     return out * inputs // 2 + out * inputs // INT4_GROUP * element
 
 
@@ -42,16 +42,25 @@ def int4_problem(arch: Architecture) -> str:
 
 
 def cache_mib(arch: Architecture, tensor: int, longest: int, element: int) -> int:
-    """Return the MiB of cache, in whole blocks, that a row of ``longest`` tokens needs on one of ``tensor`` ranks."""
+    """Return the MiB of cache, in whole blocks, that a row of ``longest`` tokens needs on one of ``tensor`` ranks.
+
+    A number has ``element`` bytes.
+    """
     blocks = -(-longest // CACHE_BLOCK) + 1
     return -(-blocks * CACHE_BLOCK * cache_bytes_per_token(arch, tensor, element) // 2**20)
 
 
 def merged_together(matrix: int) -> int:
-    """Return how many experts of ``matrix`` elements each are merged at once: as many as STACK allows, at least 1."""
+    """Return the number of experts that are merged at once: as many as STACK allows, at least 1.
+
+    Each expert has ``matrix`` elements.
+    """
     return max(1, STACK // matrix)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element: int) -> int:
-    """Return the bytes of the keys and values of one token in all layers on one of ``tensor`` ranks."""
+    """Return the size in bytes of one token's keys and values in all layers, on one of ``tensor`` ranks.
+
+    A number has ``element`` bytes.
+    """
     return 2 * arch.num_layers * max(1, arch.num_kv_heads // tensor) * arch.head_dim * element

@@ -294,8 +294,8 @@ def built_for(build_info: str) -> str | None:
 
 
 def matches(version: str, wanted: tuple[str, ...]) -> bool:
-    """Return whether ``version`` is in ``wanted`` or a bug-fix release of a version there.
+    """Return whether ``version`` is in ``wanted``, or is a bug-fix release of a version in ``wanted``.
 
-    9.1.0 is a release of 9.1, and 9.10 is not.
+    For example, 9.1.0 is a bug-fix release of 9.1, but 9.10 is not.
     """
     return any(re.match(re.escape(prefix) + r"(?![0-9])", version) for prefix in wanted)

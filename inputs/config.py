@@ -35,8 +35,9 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = (), *, layout: b
 
     The file must be valid without the overrides. An idle key is one that the run would not read. It is an error in the
     file and among the overrides. But if only the overrides make a key of the file idle, the key takes its default, and
-    a note says so. The same holds for an override `section.key:=value`, which the run scripts use. Without ``layout``,
-    this function does not check the sizes of the layout, so the caller must. Raises InputError for any fault.
+    a note says so. An idle override of the form `section.key:=value`, which the run scripts use, is treated in the same
+    way. Without ``layout``, this function does not check the sizes of the layout, so the caller must. Raises InputError
+    for any fault.
     """
     file_tree = read_file(path)
     of_file = _typed(file_tree, f"{path}: ")
@@ -99,7 +100,7 @@ def _refuse_mistyped_model(path: str, tiny: TinyModelConfig | None, given: Set[s
 def load_recorded(path: Path) -> Config:
     """Return the configuration that a run has recorded.
 
-    Raises InputError if a removed key has another value than in REMOVED.
+    Raises InputError if the value of a removed key differs from that in REMOVED.
     """
     return recorded_config(read_file(path), path)
 
@@ -162,7 +163,7 @@ def path_option(text: str) -> Path:
 
 
 def flatten(tree: dict) -> dict[str, Any]:
-    """Turn {section: {key: value}} into {"section.key": value}. Values outside a section keep their name."""
+    """Turn {section: {key: value}} into {"section.key": value}. Values outside a section keep their names."""
     flat = {}
     for name, value in tree.items():
         flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -357,7 +358,7 @@ MAY_CHANGE_AT_RESUME = (
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Return the sections of ``cfg`` with every key that the run reads, in the order of knobs.py.
 
-    The values are plain ones that load_config accepts.
+    All values have the plain types of YAML, and load_config accepts them.
     """
     idle = idle_keys(cfg)
     return {
@@ -372,9 +373,9 @@ def to_yaml(cfg: Config) -> str:
 
 
 def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration without the removed keys whose value is the one in REMOVED.
+    """Return a recorded configuration without the removed keys whose values equal those in REMOVED.
 
-    ``recorded`` is a result of to_dict. Another version of the code may have recorded it.
+    ``recorded`` is a result of to_dict, perhaps from another version of the code.
     """
     return {
         name: {k: v for k, v in value.items() if REMOVED.get(f"{name}.{k}") != v} if isinstance(value, dict) else value
@@ -385,8 +386,8 @@ def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
 def changed_keys(old: dict, new: dict, may: Set[str] = MAY_CHANGE) -> list[str]:
     """Return a line "section.key: old -> new" for each key that differs and is not in ``may``.
 
-    ``old`` and ``new`` are results of to_dict. If one of them lacks a key, it is older than the key, or the key is idle
-    there. Its value is then taken to be the default.
+    ``old`` and ``new`` are results of to_dict. If one of them lacks a key, it was recorded before the key existed,
+    or the key is idle there. The default then counts as the value of this key.
     """
     before, after = flatten(of_today(old)), flatten(of_today(new))
     fields = {f"{name}.{key}": f for name, section in _sections().items() for key, f in section.model_fields.items()}

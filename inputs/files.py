@@ -39,7 +39,7 @@ def shown(value: object) -> str:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Return at most ten names for an error message, in alphabetical order, and the number of other names."""
+    """Format at most ten names for an error message, in alphabetical order, with the number of the other names."""
     known = sorted(names)
     return (", ".join(known[:10]) or "none") + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
@@ -59,7 +59,7 @@ def one_line(error: BaseException) -> str:
 
 
 def first_three(names: list[str]) -> str:
-    """Return the first three names, and the number of other names."""
+    """Format the first three names for a message, with the number of the other names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -84,7 +84,7 @@ def report(message: str, late: bool = False) -> None:
     """Print why this process ends. Ranks other than 0 first wait 2 seconds, so that the message of rank 0 comes first.
 
     With ``late``, rank 0 waits as well. This function also writes the message to the file that torchrun names in
-    TORCHELASTIC_ERROR_FILE. When torchrun then prints its own traceback, the last lines show this file.
+    TORCHELASTIC_ERROR_FILE. When torchrun then prints its own traceback, the last lines show this message.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0" or late:
@@ -118,14 +118,14 @@ def opened(path: str | Path) -> Iterator[io.BufferedReader]:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return the content of a file. Raises InputError if it cannot be read or is only a pointer (refuse_pointer)."""
+    """Return the content of a file. Raises InputError if the file is unreadable or only a pointer (refuse_pointer)."""
     with opened(path) as file:
         refuse_pointer(path, file)
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """Return the content of a file as text. Raises InputError if it cannot be read or is not UTF-8."""
+    """Return the content of a file as text. Raises InputError if the file cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -143,7 +143,7 @@ def without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if the text is invalid or an object has two equal keys."""
+    """Parse ``text`` as JSON. Raises ValueError if it is invalid or an object has two equal keys."""
     return json.loads(text, object_pairs_hook=without_twins)
 
 
@@ -162,7 +162,10 @@ def read_object(path: str | Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def validated(model: type[Content], content: Any, where: Path) -> Content:
-    """Return ``content``, read from the file ``where``, as a ``model``. Raises InputError with the first fault."""
+    """Return ``content``, read from the file ``where``, as an instance of ``model``.
+
+    Raises InputError with the first fault.
+    """
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -264,7 +267,7 @@ def aside(folder: Path) -> Path:
 def variable(name: str, default: int, low: int, high: int) -> int:
     """Return the whole number in the environment variable ``name``, or ``default`` if it is not set.
 
-    Raises InputError if the text is not a whole number from ``low`` to ``high``.
+    Raises InputError if the variable is not a whole number from ``low`` to ``high``.
     """
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
@@ -308,9 +311,9 @@ class StrictLoader(yaml.SafeLoader):
 
 
 class StrictDumper(yaml.SafeDumper):
-    """A SafeDumper that writes each list and each text on one line.
+    """A SafeDumper that writes each list and each string on one line.
 
-    It quotes text that YAML 1.1 or YAML 1.2 would read as another type.
+    It quotes strings that YAML 1.1 or YAML 1.2 would read as another type.
     """
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: SCALARS}
@@ -323,7 +326,7 @@ class StrictDumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value that StrictLoader reads from a YAML text. Raises InputError, with the line, for invalid text."""
+    """Parse ``text`` with StrictLoader. Raises InputError, which names the line in ``where``, for invalid YAML."""
     try:
         return yaml.load(text, StrictLoader)
     except Exception as error:  # PyYAML's constructors of !!int, !!timestamp and others raise any exception
@@ -341,7 +344,10 @@ def read_file(path: str | Path) -> dict:
 
 
 def parse_override(item: str) -> tuple[str, Any]:
-    """Split `section.key=value` into the dotted key and the value, which is read as YAML."""
+    """Split `section.key=value` into the dotted key and the value, which is read as YAML.
+
+    Raises InputError if ``item`` has another form or its value is not valid YAML.
+    """
     key, equals, text = item.partition("=")
     if not equals or not key or key.startswith("-") or not key.isprintable():
         raise InputError(f"override {shown(item)}: not an override; write section.key=value")
@@ -351,7 +357,7 @@ def parse_override(item: str) -> tuple[str, Any]:
 
 
 def dump_yaml(tree: dict) -> str:
-    """Return a YAML text from which parse_yaml restores ``tree``, with the keys in the same order."""
+    """Return a YAML string from which parse_yaml restores ``tree``, with the keys in the same order."""
     return yaml.dump(
         tree, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000
     )

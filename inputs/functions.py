@@ -71,7 +71,8 @@ def line_of(trace: TracebackType | None, path: Path) -> str:
 def files(reward: RewardConfig, loss: LossConfig, rollout: RolloutConfig) -> list[tuple[str, str, Path]]:
     """Return the existing files of all named functions, and the files that they import.
 
-    Each file comes as the key, its path relative to the folder of the named file, and its full path.
+    For each file, return the key that names the function, the path relative to the folder of the named file, and the
+    full path.
     """
     named = {
         "reward.function": reward.function,
@@ -112,7 +113,10 @@ def with_imports(path: Path) -> list[Path]:
 def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
     """Return ``value``, which is loss.advantage, if it names a formula. Otherwise return the function that it names.
 
-    The function raises InputError for all of its errors.  (P, G) -> (P, G)
+    The returned function raises InputError in place of any other error. P is the number of prompts, and G of
+    completions per prompt.
+
+    (P, G) -> (P, G)
     """
     return _checked("loss.advantage", value, "rewards", _check_advantages) if ":" in value else value
 
@@ -121,7 +125,7 @@ def advantage(value: str) -> str | Callable[[Tensor], Tensor]:
 def token_loss(value: str) -> str | Callable[[Any], tuple[Tensor, dict[str, Tensor]]]:
     """Return ``value``, which is loss.kind, if it names a formula. Otherwise return the function that it names.
 
-    The function takes grpo.LossInputs and raises InputError for all of its errors.
+    The returned function takes grpo.LossInputs, and raises InputError in place of any other error.
     """
     return _checked("loss.kind", value, "inputs", _check_losses) if ":" in value else value
 
@@ -147,7 +151,7 @@ def _checked(key: str, named: str, argument: str, check: Callable[[Any, Any], st
 def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
     """Call the user's advantage and loss functions once, with small tensors. Raises InputError as the run would.
 
-    It is also raised if the losses are not finite, or give the log-probs no gradient.
+    InputError is also raised if the losses are not finite, or give the log-probs no gradient.
     """
     of_rewards, of_tokens = advantage(loss.advantage), token_loss(loss.kind)
     if not (callable(of_rewards) or callable(of_tokens)):
@@ -172,7 +176,7 @@ def try_out(loss: LossConfig, rollout: RolloutConfig) -> None:
 
 
 def _gradient_fault(losses: Tensor, logp: Tensor) -> str:
-    """Return what is wrong with the losses or with the gradient that they give to ``logp``, or ""."""
+    """Describe a fault of the losses or of their gradient with respect to ``logp``. Return "" if there is none."""
     import torch
 
     if not losses.isfinite().all():

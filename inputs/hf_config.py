@@ -168,7 +168,7 @@ def _num_experts(raw: Raw, num_layers: int) -> int:
 
 
 def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts."""
+    """Return, for each layer, whether it has experts."""
     sparse_step, dense = raw.need("decoder_sparse_step", int, 1), raw.need("mlp_only_layers", list, [])
     for layer in dense:
         raw.refuse_if(
@@ -179,7 +179,7 @@ def _moe_layers(raw: Raw, num_layers: int) -> tuple[bool, ...]:
 
 
 def planned(path: str, tiny: TinyModelConfig | None, row_tokens: int) -> tuple[Architecture, str]:
-    """Return the architecture that a run would train, and the source of its description. Needs no weights."""
+    """Return the architecture that a run would train, and the source of its description. This needs no weights."""
     raw, where = settings(path, tiny, row_tokens)
     return parse(raw, where), where
 

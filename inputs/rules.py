@@ -122,7 +122,7 @@ def idle_keys(cfg: Config) -> dict[str, str]:
 
 
 def nearest(value: int, working: Sequence[int]) -> str:
-    """Return the largest of ``working`` below ``value`` and the smallest above it, as text for an error message."""
+    """Return, as text for an error message, the nearest numbers in ``working`` below and above ``value``."""
     smaller = sorted(w for w in working if w < value)
     larger = sorted(w for w in working if w > value)
     return ", ".join(map(str, smaller[-1:] + larger[:1])) or "none"
@@ -137,7 +137,8 @@ def divisors(number: int) -> list[int]:
 def engine_shards(rollout: RolloutConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
     """Yield the reasons why vLLM's shards would differ from the trainer's.
 
-    rollout.expert_parallel does not allow this. ``device`` is the value of the key device, or the resolved device.
+    With rollout.expert_parallel, the shards must be equal. ``device`` is the value of the key device, or the resolved
+    device.
     """
     if rollout.expert_parallel and device in ("cpu", "cuda"):
         yield f"rollout.expert_parallel: vLLM packs its weights on device {device}; use npu, {STREAMED}"
@@ -166,7 +167,7 @@ def batch_sizes(optim: OptimConfig, rollout: RolloutConfig, data: DataConfig) ->
 
 
 def _vllm(rollout: RolloutConfig, evaluation: EvalConfig, lora: LoraConfig, *, apart: bool) -> Iterator[str]:
-    """Yield a message for each setting that vLLM cannot run with any model.
+    """Yield a message for each setting that vLLM cannot run, whatever the model is.
 
     With ``apart``, vLLM gets the LoRA factors separately from the weights.
     """
@@ -448,10 +449,10 @@ def _vllm_model(device: str, rollout: RolloutConfig, arch: Architecture) -> Iter
 
 
 def exchanging_ranks(cfg: Config, arch: Architecture, ranks: int) -> int:
-    """Return how many ranks of vllm-ascend store different experts and exchange tokens by MC2; 1 if none do.
+    """Return the number of ranks of vllm-ascend that store different experts and exchange tokens by MC2.
 
     With rollout.expert_parallel these are all ranks. Otherwise they are the ranks of a replica, if each rank has whole
-    experts.
+    experts. If no ranks exchange tokens, the number is 1.
     """
     if cfg.device != "npu" or not any(arch.moe_layers):
         return 1
@@ -508,7 +509,7 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
 def _split_problem(key: str, ranks: int, parts: Mapping[str, int], world_size: int) -> list[str]:
     """Return a message for the first number in ``parts`` that ``ranks`` does not divide.
 
-    It gives the nearest numbers of ranks that divide all numbers in ``parts``.
+    The message gives the nearest numbers of ranks that divide all numbers in ``parts``.
     """
     for what, number in parts.items():
         if number % ranks:

@@ -1,9 +1,9 @@
 """Comparisons of variants: paired differences over seeds, with intervals and corrected p-values.
 
 Each variant is trained with the same seeds, so the seeds are the units of a paired t-test. With fewer than three seeds,
-a comparison is undecided. The p-values of a family are corrected together (Holm, 1979). results/plan.yaml announces
-families before their runs. A prediction is met, not met or undecided. If a control is not as predicted, no statement is
-made.
+a comparison is undecided. A family is a group of comparisons whose p-values are corrected together (Holm, 1979).
+results/plan.yaml announces families before their runs. A prediction is met, not met or undecided. If a control is not
+as predicted, the results of its comparisons are withheld.
 """
 
 import math
@@ -51,7 +51,7 @@ class Effect(NamedTuple):
 
 
 def effect(differences: np.ndarray, tests: int = 1) -> Effect:
-    """Return the Effect of ``differences``, which are fractions of 1, one for each of S seeds.
+    """Return the Effect for ``differences``, which are fractions of 1, one for each of S seeds.
 
     ``tests`` is the number of comparisons in the family.  (S,)
     """
@@ -145,7 +145,7 @@ class Finding(Part):
 
 
 class Arrival(Part):
-    """The figure of what the rounding of a push costs."""
+    """The settings of the figure that shows the accuracy lost by rounding in a push."""
 
     base: str  # the variant without rounding
     lines: dict[str, list[str]]  # maps a label to its variants, which a line joins
@@ -163,10 +163,10 @@ class Plan(Part):
 
 
 def refuse_unfillable(plan: Plan, path: Path, recorded: set[str]) -> None:
-    """Raise InputError if a family without records names a variant that neither its sweep nor a record has.
+    """Raise InputError if a family without records names a variant that is neither in its sweep nor in a record.
 
-    ``path`` is the plan's, and ``recorded`` has the variants of all records. A sweep is a file of this checkout. If it
-    is FILE of COMMIT, it is not read.
+    ``path`` is the file of the plan, and ``recorded`` has the variants of all records. A sweep is a file in this
+    checkout, or `FILE of COMMIT`. In the second case it is not read, and the family is not checked.
     """
     for family in plan.families:
         entries = family.entries + family.controls
@@ -217,9 +217,10 @@ class Comparison:
 
 
 def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "pandas.DataFrame"]:
-    """Return two tables by variant and seed: the outcome of each run, and how it was measured.
+    """Return two tables by variant and seed: the outcome of each run, and a description of its evaluations.
 
-    The second table has the evaluated steps and the number of questions. Raises InputError if no run has the outcome.
+    ``kind`` is a key of KINDS. The description has the evaluated steps and the number of questions. Raises InputError
+    if no run has the outcome.
     """
     column, along = KINDS[kind]
     measured = steps[steps[column].notna()] if column in steps else steps[:0]
@@ -235,7 +236,7 @@ def scores(steps: "pandas.DataFrame", kind: str) -> tuple["pandas.DataFrame", "p
 
 
 def gain(steps: "pandas.DataFrame", variant: str) -> tuple[float, float, Effect]:
-    """Return the sampled accuracy before and after training, averaged over the seeds, and the difference."""
+    """Return the sampled accuracy before and after training, averaged over the seeds, and the Effect of training."""
     measured = steps[(steps["variant"] == variant) & steps["eval/sampled_accuracy"].notna()].sort_values("step")
     grouped = measured.groupby("seed")["eval/sampled_accuracy"]
     first, last = grouped.first(), grouped.last()
@@ -271,8 +272,9 @@ def of_family(
 ) -> list[Comparison]:
     """Return the comparisons of those ``entries`` of a family that have records.
 
-    In the correction of p-values, an entry without records counts with a p-value of 1. Raises InputError for variants
-    without a common seed. It also does so for runs that were evaluated differently, because accuracy grows along a run.
+    ``outcome`` and ``measured`` are the tables that `scores` returns. In the correction of p-values, an entry without
+    records counts with a p-value of 1. Raises InputError if two variants have no common seed. It also raises InputError
+    if their runs were evaluated differently, because accuracy grows during a run.
     """
     ready = [entry for entry in entries if {entry.base, entry.method} <= {*outcome.index}]
     by_seed = []
@@ -299,7 +301,10 @@ def of_family(
 
 
 def verdict(one: Effect, p: float, margin: float) -> str:
-    """Return "equal" if the interval is within the margin, "larger" or "smaller" if p is small, or "undecided"."""
+    """Return "equal" if the interval is within the margin, and "larger" or "smaller" if p is less than ALPHA.
+
+    Otherwise, or with fewer than MIN_SEEDS seeds, return "undecided".
+    """
     if one.seeds < MIN_SEEDS:
         return "undecided"
     if max(abs(one.low), abs(one.high)) < margin:
@@ -310,7 +315,10 @@ def verdict(one: Effect, p: float, margin: float) -> str:
 
 
 def _outcome(one: Comparison, good: set[str]) -> str:
-    """Return in words whether the prediction was met."""
+    """Return in words whether the prediction was met.
+
+    ``good`` has the methods of the controls that are as predicted.
+    """
     if {*(one.entry.control or one.family.control)} - good and not one.is_control:
         return WITHHELD
     if not one.entry.predicted or one.found == one.entry.predicted:

@@ -62,7 +62,7 @@ def read_curves(run: Path, metrics: Sequence[str] = METRICS) -> dict[str, Curve]
 
 
 def draw_panel(axes: Any, key: str, curve: Curve) -> None:
-    """Draw one metric. A step without a value leaves a gap in the line. Small points show a value between two gaps."""
+    """Draw one metric. A step without a value leaves a gap in the line. A small dot shows a value between two gaps."""
     import numpy
     import pandas
 

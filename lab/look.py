@@ -29,7 +29,7 @@ LAST = -1  # means the last step
 
 
 def overview(run: Path) -> list[str]:
-    """Return an overview of a run: the end of its log, metrics, a completion of each outcome, and changed answers."""
+    """Return an overview of a run: the end of its log, metrics, a completion for each outcome, and changed answers."""
     log = read_text(run / "log.txt").splitlines()
     lines = [run.name, *log[-3:], "", f"{'':<34}{'first':>10}{'last':>10}"]
     for key, curve in read_curves(run, METRICS).items():
@@ -46,7 +46,10 @@ def overview(run: Path) -> list[str]:
 
 
 def bars(values: list[float]) -> str:
-    """Return at most WIDTH bars, each for the mean of equally many values. The highest mean has the highest bar."""
+    """Return a string of at most WIDTH bars, which show the means of equally long parts of ``values``, in order.
+
+    The last part may be shorter. The highest mean has the highest bar.
+    """
     size = math.ceil(len(values) / WIDTH)
     means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
     low, span = min(means), max(means) - min(means) or 1
@@ -56,7 +59,7 @@ def bars(values: list[float]) -> str:
 def listing(path: Path, only: str, question: str, limit: int) -> list[str]:
     """Return the text of at most ``limit`` completions of a file.
 
-    They have the outcome ``only`` and answer the question with the id ``question``. For both, "" means all.
+    They have the outcome ``only`` and answer the question with the id ``question``. For both arguments, "" means all.
     """
     rows = completions.read(path)
     if question:
@@ -84,7 +87,9 @@ def file_of(run: Path, kind: str, step: int) -> Path:
 def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> list[str]:
     """Return text that lists the questions with fewer, and those with more, right answers in the second evaluation.
 
-    For the ``limit`` questions of each kind that changed most, the text shows one changed answer, before and after.
+    For the ``limit`` questions that changed most in each direction, the text shows one changed answer, before and
+    after. It shows at most ``longest`` characters of each question and answer. Raises InputError if the evaluations
+    have different questions or samples.
     """
     old, new = completions.read(before), completions.read(after)
     if [row["question"] for row in old] != [row["question"] for row in new]:
@@ -108,7 +113,10 @@ def diff(before: Path, after: Path, limit: int, longest: int | None = None) -> l
 
 
 def counts(what: str, rows: list[Row]) -> list[str]:
-    """Return text with the number of completions and, for each outcome, its number, mean reward and mean length."""
+    """Return text with the number of completions, and with the number, mean reward and mean length for each outcome.
+
+    The text begins with ``what``, which names the step or file of the completions.
+    """
     questions = {row["id"] for row in rows}
     lines = ["", f"{what}: {len(rows)} completions of {len(questions)} questions"]
     for kind in OUTCOMES:

@@ -50,7 +50,7 @@ def read(results: Path) -> tuple[Plan, "pandas.DataFrame", list[Comparison]]:
 
 
 def wanted(results: Path, page: Path, plan: Plan, steps: "pandas.DataFrame", made: list[Comparison]) -> dict[Path, str]:
-    """Return the whole text of each page by path, with its generated part between the two marks."""
+    """Return the whole text of each page by path, with its generated part between the marks BEGIN and END."""
     root = page.parent
     generated = {
         page: results_page(plan, made, steps),
@@ -71,7 +71,7 @@ def _between_marks(path: Path, generated: str) -> str:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return a Markdown table with the keys of the first row as its head, or "" if there are no rows."""
+    """Return a Markdown table with the keys of the first row as its header, or "" if there are no rows."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -82,7 +82,10 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") -> str:
-    """Return the text with the findings, the comparisons of each section, and those not as predicted or stopped."""
+    """Return the generated text of RESULTS.md.
+
+    It has the findings, the comparisons of each section, and those that are withheld, stopped or not as predicted.
+    """
     parts = [
         "## What was found",
         table([finding_row(one, made, steps) for one in plan.findings]),
@@ -99,7 +102,7 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
 
 
 def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
-    """Return a row for each prediction that is not met, undecided or withheld.
+    """Return a row for each prediction that is undecided, withheld or not met.
 
     The rows of comparisons with runs that could not be finished come last.
     """
@@ -114,9 +117,9 @@ def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
 
 
 def finding_row(finding: Finding, made: list[Comparison], steps: "pandas.DataFrame") -> dict[str, str]:
-    """Return a row with a question, its answer in words, and its numbers.
+    """Return a row with a question, its answer in words, the measured difference, and the number of seeds.
 
-    Raises InputError if the method of the finding has no comparison with records and with controls as predicted.
+    Raises InputError unless the method of the finding has a comparison that has records and is not withheld.
     """
     points, seeds = "", ""
     if finding.gain:
@@ -154,7 +157,7 @@ def comparison_row(one: Comparison) -> dict[str, str]:
 
 
 def _share(one: Comparison) -> str:
-    """Return the share of the lost accuracy that a correction recovers, with its interval, or "" if it has none."""
+    """Return the share of the lost accuracy that a method recovers, with its interval, or "" if there is no share."""
     return "{:.0f} % ({:.0f} to {:.0f})".format(*one.share) if one.share else ""
 
 
@@ -184,7 +187,7 @@ def full_row(one: Comparison) -> dict[str, str]:
 
 
 def files_table(steps: "pandas.DataFrame") -> str:
-    """Return a table of the files of records, with their runs, variants, steps and commits."""
+    """Return a table of the record files, with their numbers of variants and runs, their steps and their commits."""
     rows = []
     for file, own in steps.groupby("file"):
         commits = sorted({commit[:7] for commit in own["record/commit"].dropna()})
@@ -232,7 +235,7 @@ def docstring(source: str) -> str:
 
 
 def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
-    """Draw the held-out accuracy of the variants in `curves`, averaged over seeds, in one panel per run length.
+    """Draw the held-out accuracy of the variants in plan.curves, averaged over seeds, in one panel per run length.
 
     Each curve has its label at its end. If a run was evaluated only before and after training, a thin line between the
     two points shows the training reward.
@@ -268,7 +271,7 @@ def learning_curves(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
 
 
 def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
-    """Draw the held-out accuracy and the turns per completion of the variants in `turns`, averaged over seeds."""
+    """Draw the held-out accuracy and the turns per completion of the variants in plan.turns, averaged over seeds."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(10, 3.5), layout="constrained")
@@ -288,10 +291,10 @@ def turns(plan: Plan, steps: "pandas.DataFrame", path: Path) -> None:
 
 
 def arrival(shown: comparisons.Arrival, steps: "pandas.DataFrame", path: Path) -> None:
-    """Draw each variant's difference from `base`, with its interval, over the share of the update that arrives.
+    """Draw the difference in accuracy between each variant and shown.base over the share of the update that arrives.
 
-    The share is the mean of fault/update_share over all pushes but the first, which has no update. Lines join the
-    variants of a label.
+    The figure shows the interval of each difference. The share is the mean of fault/update_share over all pushes except
+    the first, which has no update. A line joins the variants of each label.
     """
     import matplotlib.figure
 

@@ -1,8 +1,8 @@
 """Records of finished runs: results/<name>.parquet, one file per sweep, written once and never changed.
 
 A run has one row per step, with the evaluation after ``step`` steps and the metrics of the step that follows it. The
-first row also describes how the run was made, in the columns record/*. Lists and mappings are JSON texts. Changes and
-removals of records show in git (report.py --check). This file needs no torch.
+first row also describes how the run was made, in the columns record/*. Lists and mappings are stored as JSON strings.
+report.py --check finds changed and removed records with git. This file needs no torch.
 """
 
 import functools
@@ -98,7 +98,7 @@ class Record(NamedTuple):
 
     @property
     def variant(self) -> str:
-        """The id without its seed."""
+        """The id without the seed at its end."""
         return variant_name(self.id)
 
     @property
@@ -121,8 +121,8 @@ class Run(NamedTuple):
 def read_run(folder: Path, to_keep: bool = True) -> Run:
     """Read the finished run in ``folder``. Raises InputError if it has not ended or was altered afterwards.
 
-    All starts of the run must have the same commit, model and data. With ``to_keep``, the commit must also be clean,
-    and the record must contain no private path. Otherwise this function also raises InputError.
+    All starts of the run must have the same commit, model and data. With ``to_keep``, the git status must also
+    have been clean, and the record must contain no private path. Otherwise this function also raises InputError.
     """
     if not (folder / "finished.json").exists():
         raise InputError(f"{folder}: no finished.json, so the run has not ended; give a finished run")
@@ -158,9 +158,9 @@ def read_run(folder: Path, to_keep: bool = True) -> Run:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """Return one row per step and one for the last evaluation. Two rows also have a few completions.
+    """Return one row per step and one for the last evaluation.
 
-    They are the rows of the first and the last step of which completions were logged.
+    The rows of the first and the last step with logged completions also have a few of these completions.
     """
     rows: dict[int, dict[str, Any]] = {}
     for file, before in (("metrics", 1), ("timing", 1), ("eval", 0)):
@@ -198,7 +198,7 @@ def load(results: Path) -> "pandas.DataFrame":
 
 
 def frame(runs: list[Run]) -> "pandas.DataFrame":
-    """Return the rows of these runs, with the columns of `load` that a comparison reads."""
+    """Return the rows of ``runs`` as a table, with the columns of `load` that a comparison reads."""
     import pandas
 
     about = [{"id": run.record.id, "variant": run.record.variant, "seed": run.record.seed} for run in runs]
@@ -219,7 +219,7 @@ def of_sweep(folder: Path) -> list[Run]:
 
 
 def read_table(path: Path) -> "pandas.DataFrame":
-    """Read a file of records as a table. Raises InputError if it is no file that report.py add wrote."""
+    """Read a file of records as a table. Raises InputError if report.py add did not write the file."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -233,7 +233,7 @@ def read_table(path: Path) -> "pandas.DataFrame":
 
 
 def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
-    """Return the records by id, from the rows of `load`."""
+    """Return the records by id. ``steps`` is the table that `load` returns."""
     first = steps[steps["record/commit"].notna()]
     return {
         row["id"]: Record(row["id"], *(_value(row[f"record/{field}"]) for field in Record._fields[1:]))
@@ -242,7 +242,7 @@ def records_of(steps: "pandas.DataFrame") -> dict[str, Record]:
 
 
 def _value(stored: Any) -> Any:
-    """Return the value of a stored field. A text that begins with { is the JSON text of a mapping."""
+    """Return the value of a stored field. A string that begins with { is the JSON string of a mapping."""
     if isinstance(stored, str):
         return json.loads(stored) if stored.startswith("{") else stored
     return int(stored)
@@ -250,7 +250,7 @@ def _value(stored: Any) -> Any:
 
 @of_others
 def load_record(results: Path, name: str) -> Record:
-    """Return the record ``name``. Raises InputError if it does not exist."""
+    """Return the record ``name``. Raises InputError if the record does not exist."""
     records = records_of(load(results))
     if name not in records:
         raise InputError(f"{results}: {name}: there is no such record; choose from: {first_names(records)}")
@@ -274,8 +274,8 @@ def clash(record: Record, others: Iterable[Record]) -> str:
 def differing(first: Record, second: Record) -> list[str]:
     """Return a line "key: value -> value" for each setting in which two records differ.
 
-    The number of ranks and the planted fault count as settings. Those in SEEDS and BOOKKEEPING, and the path of a tiny
-    model, do not count. A missing key counts as having its default value.
+    The number of ranks and the planted fault count as settings. The settings in SEEDS and BOOKKEEPING, and the path of
+    a tiny model, do not count. A missing key counts as having its default value.
     """
     apart = SEEDS | BOOKKEEPING | ({"model.path"} if "tiny_model" in first.config else set())
     lines = changed_keys(first.config, second.config, apart)
@@ -288,7 +288,7 @@ def differing(first: Record, second: Record) -> list[str]:
 
 @of_others
 def add(folders: list[Path], results: Path, name: str = "") -> Path:
-    """Write the runs in ``folders`` to results/<name>.parquet, which must be new, and return that file.
+    """Write the runs in ``folders`` to results/<name>.parquet, which must be a new file, and return its path.
 
     If there is only one run, its id is the default name. Raises InputError, and writes nothing, if a run cannot become
     a record (`read_run`) or contradicts another record (`clash`).
@@ -310,12 +310,12 @@ def add(folders: list[Path], results: Path, name: str = "") -> Path:
 
 
 def _stored(value: Any) -> Any:
-    """Return the value for a column, with lists and mappings as JSON texts."""
+    """Return the value as a column stores it: lists and mappings become JSON strings."""
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def write_table(target: Path, runs: list[Run]) -> None:
-    """Write the parquet file of these runs."""
+    """Write ``runs`` to the parquet file ``target``."""
     import pyarrow
     from pyarrow import parquet
 
@@ -340,7 +340,8 @@ def write_table(target: Path, runs: list[Run]) -> None:
 def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
     """Return the files of the tiny model from which the run started, or None if they were not kept.
 
-    The supervised steps give slightly different weights on another processor, so a repeat there needs these files.
+    The supervised steps give slightly different weights on another processor. So to repeat the run there, you need
+    these files.
     """
     import pandas
 

@@ -75,11 +75,14 @@ def plan(
 ) -> list[list[list[int]]]:
     """Return the sequences of each data rank in each micro-batch: [micro-batch][data rank] -> sequences.
 
-    ``lengths`` has the number of tokens in the row of each sequence. If rows are packed, ``prompts`` has the number of
-    tokens in the prompt of each sequence. A group consists of the sequences of one prompt, at most ``group_size``.
-    Groups are sorted by their longest row and distributed in that order. So the rows of a micro-batch have similar
-    lengths, and ranks finish together. A group stays on one rank if possible, because its rows share the work on their
-    prompt. No rank gets more tokens than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer.
+    ``lengths`` has the number of tokens in the row of each sequence. Rows are padded to a multiple of ``multiple``
+    tokens. If rows are packed, ``prompts`` has the number of tokens in the prompt of each sequence.
+
+    A group consists of the sequences of one prompt, at most ``group_size``. Groups are sorted by their longest row and
+    distributed in that order. So the rows of a micro-batch have similar lengths, and ranks finish together. A group
+    stays on one rank if possible, because its rows share the work on their prompt.
+
+    No rank gets more tokens than ``tokens_per_micro_batch`` in a micro-batch, unless a single row is longer.
     There are as few micro-batches as this order and limit allow, and their sizes are as even as their number allows.
     Every rank gets the same number of micro-batches, because expert-parallel ranks exchange tokens in every layer. If
     necessary, some are empty. The result depends only on the arguments, so it is the same on all ranks.
@@ -133,7 +136,10 @@ def _fits(by_rank: list[list[int]], limit: int, cost: Callable[[list[int]], floa
 
 
 def _next_fit(rounds: list[list[list[int]]], limit: int, cost: Callable[[list[int]], float]) -> list[list[list[int]]]:
-    """Put each round, in order, into the last micro-batch if it fits there on all ranks, otherwise into a new one."""
+    """Put each round, in order, into the last micro-batch if it fits there on all ranks, and otherwise into a new one.
+
+    ``rounds`` is [round][data rank] -> sequences. Return [micro-batch][data rank] -> sequences.
+    """
     micro_batches: list[list[list[int]]] = []
     for round_ in rounds:
         if micro_batches:
@@ -154,10 +160,13 @@ def pack(
     multiple: int,
     records: dict[int, Tensor] | None = None,
 ) -> MicroBatch:
-    """Return the rows of ``sequences``, padded on the right to the longest and to a multiple of ``multiple``.
+    """Return a micro-batch with the rows of ``sequences``, padded on the right.
 
-    ``advantages`` is (S,). ``records`` has, for each sequence, the routes of all tokens except the last. They are
-    (row length - 1, L, K). Without sequences the result is one row of padding, which trains nothing.
+    All rows get the length of the longest row, rounded up to a multiple of ``multiple``. ``records`` has, for each
+    sequence, the routes of all tokens except the last. A route has the K experts of a token in each of the L MoE
+    layers. Without sequences the result is one row of padding, which trains nothing.
+
+    advantages: (S,); a record: (row length - 1, L, K)
     """
     longest = max(map(rollout.row_length, sequences), default=1)
     shape = (max(1, len(sequences)), -(-longest // multiple) * multiple)

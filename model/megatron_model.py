@@ -41,7 +41,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class ProjectionNorm(RMSNorm):
-    """RMSNorm over the queries (or keys) of all heads together. This rank has ``heads`` of them.  (T, b, heads, d)"""
+    """RMSNorm over the queries (or keys) of all heads together, of which this rank has ``heads``.
+
+    d is the head size.  (T, b, heads, d) -> (T, b, heads, d)
+    """
 
     def __init__(self, config, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__(config, heads * hidden_size, eps)
@@ -116,7 +119,7 @@ def build(
 def _release_routes(moe_layer: torch.nn.Module, *unused) -> None:
     """Drop the routes that Megatron's dispatcher keeps until its next use.
 
-    Their autograd graph would keep the input of every layer and its gradient alive after the update.
+    The autograd graph of the routes would keep the input of every layer and its gradient alive after the update.
     """
     dispatcher = moe_layer.token_dispatcher
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
@@ -208,8 +211,8 @@ def _layer_spec(arch: Architecture, is_moe: bool, tensor: int):
 def hidden_states(model: torch.nn.Module, tokens: Tensor, packing: Packing | None = None) -> Tensor:
     """Return the output of the final norm at every position, on every tensor rank.  (b, T) -> (T, b, h)
 
-    T must be a multiple of the tensor-parallel size, because sequence parallelism splits it. If ``packing`` is given,
-    ``tokens`` is the packed sequence.  (1, M) -> (M, 1, h)
+    T must be a multiple of the tensor-parallel size, because sequence parallelism splits the tokens of a row. If
+    ``packing`` is given, ``tokens`` is the packed sequence of M tokens.  (1, M) -> (M, 1, h)
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -253,8 +256,8 @@ def token_logprobs(
 
     Position t has log p(tokens[t] | tokens[:t]) under softmax(logits / temperature), so mask[:, 0] must be 0. Only the
     hidden states that predict these tokens reach the language-model head, and only a chunk of the (N, V) logits exists
-    at one time. With ``packing``, the result of packing.pack for these rows, the numbers are the same, but the model
-    computes fewer tokens.  tokens and mask: (b, T)
+    at a time. ``packing`` is the result of packing.pack for these rows. With it, the results are the same, but the
+    model processes fewer tokens.  tokens and mask: (b, T)
     """
     assert not mask[:, 0].any(), "nothing predicts the first token of a row"
     row, position = mask.nonzero(as_tuple=True)
@@ -271,7 +274,8 @@ def token_logprobs(
 class _VocabularyLogProbs(torch.autograd.Function):
     """The log-probs and entropies of the chosen tokens, for a vocabulary that is split over the tensor ranks.
 
-    The backward pass computes the logits of each chunk again. The weight is frozen, so it gets no gradient.
+    The backward pass computes the logits of each chunk again. The weight is frozen, so it gets no gradient. p is the
+    softmax of the logits over the vocabulary.
     d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
     (N, h), (V / tensor, h), (N,) -> (N,) and (N,)
     """
@@ -347,10 +351,11 @@ def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 
 
 class GroupedLinear(torch.nn.Module):
-    """A linear layer with one weight matrix per expert. Block e of the rows of x is multiplied by matrix e.
+    """A linear layer with one weight matrix for each of this rank's E experts.
 
-    ``weight`` (E, in, out) is a parameter. If ``quantisation`` is int4, two buffers replace it: the codes and scales of
-    an (E, out, in) tensor.
+    The rows of the input are sorted by expert, and the rows of expert e are multiplied by matrix e. ``weight`` is an
+    (E, in, out) parameter. If ``quantisation`` is int4, two buffers replace it: the codes and scales of an (E, out, in)
+    tensor.
     """
 
     def __init__(self, num_experts: int, in_size: int, out_size: int, dtype: torch.dtype, quantisation: str) -> None:
@@ -365,15 +370,15 @@ class GroupedLinear(torch.nn.Module):
 
     @property
     def packed(self) -> Packed:
-        """The codes and scales, as views."""
+        """The int4 codes and their scales, without a copy."""
         return Packed(self.codes, self.scales)
 
     def matrices(self, experts: slice) -> Tensor:
-        """Return the matrices of these ``experts``, dequantised if they are int4 codes.  -> (e, in, out)"""
+        """Return the matrices of these e ``experts``, dequantised if they are int4 codes.  -> (e, in, out)"""
         return self.weight[experts] if self.quantisation == "none" else self.packed[experts].dequantised().mT
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Multiply each row of x by the matrix of its expert.  (N, in), (E,) -> (N, out)"""
+        """Multiply each of the N rows of x by the matrix of its expert.  (N, in), (E,) -> (N, out)"""
         if "weight" in self._parameters:  # the base weight, or one that LoRA has merged
             return kernels.grouped_mm(x, self.weight, tokens_per_expert)
         return kernels.quantised_grouped_mm(x, self.packed, tokens_per_expert)
@@ -389,7 +394,10 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, dtype, quantisation)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Compute the output of each row's expert. There is no bias.  (N, h), (E,), (N,) -> (N, h), None"""
+        """Compute the output of the expert of each of N rows. The second result, the bias, is None.
+
+        (N, h), (E,), (N,) -> (N, h), None
+        """
         # The router weight commutes with the second matrix. To apply it before is cheaper, since the width w < h.
         # No variable keeps the (N, 2 w) result of linear_fc1.
         hidden = kernels.weighted_swiglu(self.linear_fc1(x, tokens_per_expert), probs)  # (N, w)

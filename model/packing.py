@@ -1,12 +1,12 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without padding and with each prompt only once.
 
-The G completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
-nothing. Attention works on rows. The prompts attend to themselves. The own tokens of each row, which are those after
-its prompt, attend to the prompt and to themselves. Every other operation works on single tokens, so it sees only the
-packed sequence of M tokens. A GPU's attention kernel takes its parts as sequences of any length. Other kernels take the
-prompts as padded rows, and the own tokens as padded rows with a mask.
+The completions of a prompt share its hidden states, and the last token of a row is left out, because it predicts
+nothing. Attention works on rows. The tokens of a prompt attend to this prompt. Each row's own tokens, which are those
+after its prompt, attend to the prompt and to each other. Every other operation works on single tokens, so it sees only
+the packed sequence of M tokens. A GPU's attention kernel takes the prompts and the own tokens of each row as sequences
+of any length. Other kernels take the prompts as padded rows, and the own tokens as padded rows with a mask.
 b is the number of rows, T the number of tokens per row, P the number of prompts, and K the number of keys. N is the
-largest number of own tokens of a row, and d is the head size.
+largest number of own tokens in a row, and d is the head size.
 """
 
 import functools
@@ -24,7 +24,10 @@ KEYS = 16  # rows attend to a multiple of this many keys; with other numbers, to
 
 @dataclass
 class Packing:
-    """The indices that map (b, T) rows to the packed sequence and back. Padding has index 0, and no result reads it."""
+    """The indices that map (b, T) rows to the packed sequence and back.
+
+    Padding has index 0, and no result depends on it.
+    """
 
     source: Tensor  # (M,) index of each token in the flattened rows
     position: Tensor  # (M,) position of each token in its row, for RoPE
@@ -87,7 +90,7 @@ class CausalAttention(torch.nn.Module):
     def use(self, packing: Packing | None) -> None:
         """Expect rows packed with ``packing``, or unpacked rows if it is None, until the next call.
 
-        It must still be set in the backward pass, because recompute needs it.
+        ``packing`` must still be set in the backward pass, because recompute needs it.
         """
         self.packing = packing
 
@@ -101,7 +104,10 @@ class CausalAttention(torch.nn.Module):
 
 
 def rows_of(packed: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens of the packed sequence at ``index`` (r, t), as rows.  (M, heads, d) -> (r, heads, t, d)"""
+    """Return the tokens of the packed sequence at ``index`` as r rows of t tokens.
+
+    (M, heads, d), (r, t) -> (r, heads, t, d)
+    """
     taken = packed.flatten(1).index_select(0, index.flatten())
     return taken.view(*index.shape, *packed.shape[1:]).transpose(1, 2)
 
@@ -120,9 +126,9 @@ class _Row(NamedTuple):
 def pack(tokens: Tensor, mask: Tensor, multiple: int) -> Packing:
     """Return the packing with which a forward pass predicts the tokens where ``mask`` is 1.  (b, T), (b, T)
 
-    The length of the packed sequence is a multiple of ``multiple``, because tensor parallelism splits it. Rows without
-    a trained token are left out. If no row has one, the sequence has one token before its filler, because every rank
-    takes part in every layer.
+    Filler at the end makes the length of the packed sequence a multiple of ``multiple``, because tensor parallelism
+    splits it. Rows without a trained token are left out. If no row has a trained token, the sequence has one token
+    before its filler, because every rank takes part in every layer.
     """
     b, width = tokens.shape
     trained = _trained_rows(tokens, mask)
@@ -175,7 +181,10 @@ def _sequence(rows: list[_Row], b: int, width: int) -> tuple[list[int], Starts, 
 def _attention_rows(
     rows: list[_Row], prompt_start: Starts, index: Tensor, prompt_length: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out the rows of attention: Packing's prompt_index, own_index and result_index. ``size`` is M."""
+    """Lay out the rows on which attention works, and return Packing's prompt_index, own_index and result_index.
+
+    ``size`` is M, the length of the packed sequence.
+    """
     longest_prompt = _up(max(len(prompt) for prompt in prompt_start))
     most_own = max(row.end - len(row.prompt) for row in rows)
     own_index = F.pad(index, (0, most_own)).gather(1, prompt_length[:, None] + torch.arange(most_own))
@@ -199,7 +208,11 @@ def _trained_rows(tokens: Tensor, mask: Tensor) -> list[_Row]:
 
 
 def _add_sequences(packing: Packing, rows: list[_Row], prompt_start: Starts, index: Tensor, filler: int) -> None:
-    """Add the packed sequence in the form for a GPU's kernel: its parts in order, with their queries and keys."""
+    """Set the fields of ``packing`` that only a GPU's attention kernel reads: sequences and sequence_keys.
+
+    They describe the queries and keys of the parts of the packed sequence: the prompts, each row's own tokens, and the
+    filler.
+    """
     queries, keys = [], []
     for prompt, start in prompt_start.items():
         queries.append(len(prompt))

@@ -1,10 +1,10 @@
 """Measures how evenly routers use the experts (RouterLoad), and replays routes (RoutingReplay).
 
 In routing replay the trainer routes a token to the experts that an earlier pass chose for it. R3 (arXiv 2510.11370)
-replays the routes of the rollout engine, R2 those of the old policy's pass in the trainer. Only the selection is
-replayed. The weights are the trainer's: the softmax over the logits of the chosen experts. If the model does not
-renormalise (norm_topk_prob false), they are the chosen entries of the softmax over all experts. So the router still
-gets a gradient.
+replays the routes of the rollout engine, and R2 replays the routes of the old policy's pass in the trainer. Only the
+selection is replayed. The weights are the trainer's: the softmax over the logits of the chosen experts. If the model
+does not renormalise (norm_topk_prob false), the weights are the chosen entries of the softmax over all experts. So the
+router still gets a gradient.
 b is the number of rows, T the number of tokens per row, and N the number of tokens in this rank's sequence shard. L is
 the number of MoE layers, E the number of experts, and K the number of experts per token.
 """
@@ -63,7 +63,7 @@ class RouterLoad:
             router.routing = functools.partial(self._routing, router.routing, sums)
 
     def _routing(self, inner: Callable, sums: Tensor, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return the routes that ``inner`` computes and the layer uses, and count them in ``sums``.  (tokens, E)"""
+        """Return the routes that ``inner`` computes, unchanged, and count them in ``sums``.  (tokens, E)"""
         probs, chosen = inner(logits, *args, **kwargs)
         if self.rows is not None:
             own = logits.detach().view(-1, self.arch.num_experts).float()
@@ -74,7 +74,7 @@ class RouterLoad:
 
     @contextlib.contextmanager
     def counting(self, micro: MicroBatch) -> Iterator[None]:
-        """Make the forward pass in this block count. ``micro`` is its micro-batch.
+        """Count the routes of the forward pass in this block. ``micro`` is the micro-batch of this pass.
 
         The backward pass must be outside the block, because its recompute must not count.
         """
@@ -110,8 +110,8 @@ class RouterLoad:
 class RoutingReplay:
     """A wrapper around the top-k of the model's routers, which passes their choice through, records it or replaces it.
 
-    Layer numbers count only MoE layers. A record stays bound to a micro-batch until its backward pass is done, because
-    activation recompute routes again there and must choose the same experts.
+    Layer numbers count only MoE layers. A record has the routes of a pass. It stays bound to a micro-batch until the
+    backward pass is done. Activation recompute routes again in that pass and must choose the same experts.
     """
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> None:
@@ -127,7 +127,7 @@ class RoutingReplay:
             router.routing = functools.partial(self._routing, router.routing, index)
 
     def _routing(self, native: Callable, layer: int, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return the weights of the experts for each token of one MoE layer, and whether it uses each expert.
+        """Return the weights of the experts for each token of one MoE layer, and whether the token uses each expert.
 
         The experts are those of the record or, without one, those that the router chooses. If this object neither
         records nor replays, ``native``, which is Megatron's routing, computes both.  (tokens, E) -> (N, E), (N, E)
@@ -171,7 +171,9 @@ class RoutingReplay:
     def record(self, run: Callable[[], Value], num_rows: int) -> tuple[Value, Tensor]:
         """Return the value of ``run``, which makes one forward pass of ``num_rows`` rows, and the routes of that pass.
 
-        A collective: all tensor ranks call it. The routes are those of the whole rows, (b, T, L, K) uint8.
+        All tensor ranks call this together, and each gets the routes of the whole rows as uint8.
+
+        routes: (b, T, L, K)
         """
         self.written = {}
         try:
@@ -185,7 +187,7 @@ class RoutingReplay:
     def differing_share(self) -> float:
         """Return the share of (token, layer) pairs, over all ranks, where the trainer's top-k differs from the record.
 
-        The pairs since the last call count. All ranks call this together.
+        Only the pairs since the last call count. All ranks call this together.
         """
         counts = self.parallel.sum_over_ranks(self.counts.float())
         self.counts.zero_()
@@ -212,8 +214,9 @@ def collect(
     """Return the engine's routes of every sequence that this rank trains: sequence -> (row length - 1, L, K).
 
     ``own`` has the routes of the completions that this rank sampled. ``shares`` is the result of batches.plan:
-    [micro-batch][data rank] -> sequences. The tensor ranks of a data rank train the same sequences. All ranks of a
-    replica have its completions, and the first of them sends the routes. All ranks call this together.
+    [micro-batch][data rank] -> sequences. The tensor ranks of a data rank train the same sequences. Ranks that
+    sampled together have the same completions, and the first of these ranks sends the routes. All ranks call this
+    together.
     """
     group, replicas = batch.rewards.shape[1], parallel.world_size // batch.ranks_alike
     needed_by = {
@@ -238,11 +241,11 @@ def collect(
 def exchange(
     own: dict[int, Tensor], owner: dict[int, int], needed_by: dict[int, list[int]], shapes: dict[int, tuple], rank: int
 ) -> dict[int, Tensor]:
-    """Return the records of the sequences that this rank trains. The rank that has a record sends it to them.
+    """Return the records of the sequences that this rank trains. One rank sends each record to all ranks that need it.
 
-    ``own`` has the records of this rank, sequence -> uint8. The other maps are equal on every rank. ``owner`` has the
-    rank that sends the record of a sequence, ``needed_by`` the ranks that train it, and ``shapes`` the shape of its
-    record. All ranks call this together; it is one all-to-all of uint8.
+    ``own`` maps each sequence whose record is on this rank to the record, a uint8 tensor. The other maps are equal on
+    every rank. ``owner`` has the rank that sends the record of a sequence, ``needed_by`` the ranks that train the
+    sequence, and ``shapes`` the shape of its record. All ranks call this together, in one all-to-all of uint8.
     """
     peers = range(dist.get_world_size())
     outgoing = [_message(rank, peer, owner, needed_by) for peer in peers]

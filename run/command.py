@@ -15,7 +15,10 @@ from runlog import trackers
 
 
 def read(arguments: list[str], manual: str) -> Config | None:
-    """Return the configuration of the run, or None after `--check`, whose result this function prints."""
+    """Return the configuration of the run, or None after `--check`, whose result this function prints.
+
+    ``manual`` is the text of `--help`.
+    """
     parser = command_line("train_grpo.py", manual)
     parser.add_argument("--check", action="store_true", help="check the input, print the result and stop")
     parser.add_argument("--ranks", type=int, help="with --check: the number of ranks that the run will have")
@@ -42,8 +45,8 @@ def read(arguments: list[str], manual: str) -> Config | None:
 def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     """Wrap ``main`` so that the command ends with the exit codes of a training run.
 
-    They are 2 for unusable input (after one line), 3 after the message of a tripwire, and 1 for any other error. A rank
-    that makes no progress ends itself with 4. A signal ends it with 128 + the number of the signal
+    The code is 2 for unusable input (after one line), 3 after the message of a tripwire, and 1 for any other error. A
+    rank that makes no progress ends itself with 4. After a signal, the code is 128 + the number of the signal
     (runlog/progress.py).
     """
 
@@ -73,7 +76,7 @@ def exits(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 def lost_others(error: BaseException) -> bool:
     """Return whether ``error`` comes from a collective, so that another rank may have ended.
 
-    gloo and HCCL raise a plain RuntimeError with different texts, so only the place where it was raised shows this.
+    gloo and HCCL raise a plain RuntimeError with different texts, so only the module that raised it shows this.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and frame.f_globals["__name__"].startswith("torch.distributed")

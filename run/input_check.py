@@ -37,7 +37,7 @@ ASKED_TWICE = 4  # number of training questions whose answers a user's environme
 
 
 class Inputs(NamedTuple):
-    """The input that the checks have read and the run will use."""
+    """The input that the checks have read and that the run will use."""
 
     arch: Architecture
     tokenizer: Any  # of transformers
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
     @property
     def pad_token(self) -> int:
-        """The token that pads rows."""
+        """The id of the token that pads rows."""
         return data_gsm8k.pad_token_id(self.tokenizer, self.stop_tokens)
 
     @property
@@ -70,8 +70,8 @@ class Inputs(NamedTuple):
 def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Architecture:
     """Check everything except the files of the model and of the questions, and return the model's architecture.
 
-    Raises InputError for anything that cannot work. Without ``with_device``, neither the device nor the engine on it is
-    checked.
+    Raises InputError for a setting that cannot work. If ``with_device`` is false, neither the device nor the engine on
+    it is checked.
     """
     if with_device:
         devices.resolve(cfg.device)
@@ -94,7 +94,10 @@ def check_settings(cfg: Config, ranks: int, with_device: bool = True) -> Archite
 
 
 def is_to_be_made(folder: Path, tiny: TinyModelConfig | None, data: DataConfig, row_tokens: int) -> bool:
-    """Return whether a tiny model must still be created in ``folder``. Raises InputError if it has other content."""
+    """Return whether a tiny model must still be created in ``folder``.
+
+    Raises InputError if the folder exists but does not contain this model.
+    """
     return tiny is not None and not tiny_model.exists(folder, tiny_model.recipe(tiny, data, row_tokens))
 
 
@@ -195,8 +198,9 @@ def check_functions(reward: RewardConfig, loss: LossConfig, data: DataConfig, sc
 def check_environment(environment: Environment, questions: Sequence[Question], arch: Architecture) -> None:
     """Raise InputError unless the user's environment is reproducible and its tokens are in the model's vocabulary.
 
-    The environment gets the data's answers. For each text in rollout.stop, an answer is cut after the first occurrence
-    of this text. If the chat template ends a turn with a token, the environment also gets the whole answer.
+    The environment gets the data's answers as turns of the policy. For each text in rollout.stop, an answer is cut at
+    the first occurrence of this text, and ends with it. If the chat template ends a turn with a token, the environment
+    also gets the whole answer.
     """
     if (size := len(environment.tokenizer)) > arch.vocab_size:
         raise InputError(
@@ -224,10 +228,10 @@ def right_answer(reward: RewardConfig, instruction: str, question: Question) -> 
 
 
 def report(cfg: Config, ranks: int) -> str:
-    """Return text that describes the start of a run, without starting it. Temporary files are removed.
+    """Check the input of a run without starting it, and return the text for `--check` to print.
 
-    Raises InputError for input that would end the start. If the configuration needs a device that this machine lacks,
-    a line says so, and everything else is checked.
+    Temporary files are removed. Raises InputError for input with which the run could not start. If the configuration
+    needs a device that this machine lacks, a line of the text says so, and everything else is checked.
     """
     elsewhere = making = ""
     try:
@@ -280,9 +284,9 @@ def check_writable(key: str, folder: Path) -> None:
 def checkpoint_to_resume(cfg: Config, beat: Callable[[], None] = lambda: None) -> checkpoint.Checkpoint | None:
     """Return the checkpoint for train.resume, with verified checksums, or None for a new run.
 
-    Raises InputError if the named run has no usable checkpoint or another configuration. Unless train.changed_inputs is
-    accept, it also does so if the files of the model, the tokenizer or the data have changed since the run's start.
-    Calls ``beat`` while it reads these files.
+    Raises InputError if the named run has no usable checkpoint or has another configuration. Unless
+    train.changed_inputs is accept, it is also an error if files of the model, the tokenizer or the data have changed
+    since the run's start. ``beat`` is called while these files are read.
     """
     if cfg.train.resume == "never":
         return None
@@ -367,7 +371,10 @@ def unread_forms(reward: RewardConfig, instruction: str, inputs: Inputs) -> list
 
 
 def texts(settings: str, inputs: Inputs) -> dict[str, str]:
-    """Return the texts that must be equal on all ranks. They may differ, because each rank reads its node's files."""
+    """Return, by name, the texts that all ranks compare.
+
+    They must be equal, although each rank reads the files of its own node.
+    """
     return {
         "the configuration": settings,
         "config.json of model.path": repr(inputs.arch),

@@ -36,10 +36,10 @@ from weights import checkpoint, teacher
 
 
 class Run:
-    """A run that begins or resumes, records, checks, evaluates, saves and ends. Every rank makes the same calls."""
+    """A training run. Its methods open, record, check, evaluate, save and end it. All ranks make the same calls."""
 
     def __init__(self, start: Start, parallel: Parallel, inputs: Inputs) -> None:
-        """Open the folder of a new run or of the run that this one continues. All ranks call this together."""
+        """Open the folder of a new run, or of the run to resume. All ranks call this together."""
         cfg, log, heartbeat = self.cfg, self.log, self.heartbeat = start.cfg, start.log, start.heartbeat
         self.parallel, self.inputs = parallel, inputs
         self.profiler: Any = None  # the profiler of the current step, if the step is profiled
@@ -63,7 +63,7 @@ class Run:
         self.tripwires = Tripwires(cfg, log.say, saved.state.get("checks") if saved else None)
 
     def restore(self, learner: Learner) -> None:
-        """Give ``learner`` the state of the checkpoint, if there is one, and check that all ranks have equal states."""
+        """Load the checkpoint, if there is one, into ``learner``, and check that all ranks have equal states."""
         self.heartbeat.beat("loading the base weights")
         if self.saved:
             learner.restore(self.saved.tensors, self.saved.state)
@@ -72,10 +72,10 @@ class Run:
         self.tripwires.state(self.first_step, lambda: learner.policy.unequal(frozen=True))
 
     def introduce(self, learner: Learner, push: Push) -> None:
-        """Print the layout, the data and the trained modules, and the folder of the run.
+        """Print the folder of the run, the layout, the data and the trained modules.
 
-        With rollout.expert_parallel, first raises Tripped if the first push did not reach the engine. All ranks call
-        this together.
+        With rollout.expert_parallel, this first checks the push of the whole model, and raises Tripped if it did not
+        reach the engine. All ranks call this together.
         """
         parallel = self.parallel
         self.heartbeat.beat("the first push of the whole model")
@@ -122,14 +122,14 @@ class Run:
         return StepTimer(self.heartbeat, step, self.parallel.device)
 
     def check_push(self, step: int, pushed: dict[str, float]) -> None:
-        """Raise Tripped if the pushed tensors are wrong, or have not changed although they should.
+        """Raise Tripped if the pushed tensors are wrong, or have not changed although they should have.
 
         ``pushed`` has the metrics of the push. All ranks call this together.
         """
         self.tripwires.after_push(step, self.parallel.gather_objects(pushed["sync/checksum"]), pushed)
 
     def check_rollout(self, step: int, sampled: Sampled) -> None:
-        """Raise Tripped if the step asks a held-out question, or if steps in a row ask the same questions."""
+        """Raise Tripped if the step asks a held-out question, or if several steps in a row ask the same questions."""
         asked = [composed(question.question) for question in sampled.all_asked]
         self.tripwires.asked(step, asked, len(self.inputs.questions), self.not_for_training)
 
@@ -172,7 +172,7 @@ class Run:
         self.tripwires.state(step + 1, lambda: learner.policy.unequal(frozen=False))
 
     def end_step(self, step: int) -> None:
-        """Write this rank's trace if the step was profiled.
+        """Write this rank's profiler trace if the step was profiled.
 
         All ranks call this together, because only rank 0 knows the folder of a new run.
         """
@@ -210,7 +210,7 @@ class Run:
         dist.barrier()
 
     def speed(self, sampled: Sampled, trained: list[int], timing: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a step from plan/utilisation.py. ``trained`` is Learner.trained."""
+        """Return a step's metrics of speed, which plan/utilisation.py computes. ``trained`` is Learner.trained."""
         batch = sampled.batch
         rows = [(s // self.cfg.rollout.group_size, batch.row_length(s) - n, n) for s, n in enumerate(batch.lengths)]
         learned, device = [rows[sequence] for sequence in trained], self.parallel.device
@@ -243,8 +243,8 @@ def device_memory(peak: tuple[float, str] | tuple[()]) -> dict[str, float | str]
 def check_teacher(named: str, parallel: Parallel, heartbeat: Heartbeat, inputs: dict[str, dict[str, str]]) -> None:
     """Raise InputError unless all nodes have the same undamaged teacher, made for the run's base model.
 
-    ``inputs`` is the result of run_record.inputs on rank 0, and {} on other ranks. On every other node, the first rank
-    computes the teacher's checksums. All ranks call this together.
+    ``named`` is loss.teacher. ``inputs`` is the result of run_record.inputs on rank 0, and {} on other ranks. On every
+    node but that of rank 0, the first rank computes the teacher's checksums. All ranks call this together.
     """
     own = inputs.get("teacher")
     if own is None and os.environ.get("LOCAL_RANK", "0") == "0":

@@ -23,7 +23,7 @@ from weights import tiny_model
 
 @dataclass
 class Start:
-    """The parts of a run that exist before the device is started. Its methods check the input; call them in order."""
+    """The parts of a run that exist before the device is started. The methods check the input; call them in order."""
 
     cfg: Config
     log: RunLog  # it has no folder yet, so it only prints
@@ -58,7 +58,7 @@ class Start:
 
 @contextlib.contextmanager
 def started(cfg: Config) -> Iterator[Start]:
-    """Make a `Start` in this block. At its end, log the error that ends the run, if any, and close all parts."""
+    """Make a `Start` in this block. At the end of the block, log the run's error, if any, and close all parts."""
     log = RunLog(cfg, parallel_setup.launched_rank())
     heartbeat = Heartbeat(cfg.train.stall_seconds, log)
     progress.end_on_signals(log.reached, log.note)

@@ -56,26 +56,27 @@ def wrong_merge(share: float) -> str:
 
 
 def teaches(kl: float, coef: float) -> bool:
-    """Return whether a KL with the weight ``coef`` is so large that its gradient cannot be exactly 0."""
+    """Return whether ``kl`` with the weight ``coef`` is so large that its gradient cannot be exactly 0."""
     return kl >= LEAST_KL and coef >= LEAST_KL_COEF
 
 
 def truncated_steps(rollout: RolloutConfig) -> int:
-    """Return the number of steps that sample enough completions to check how many are truncated."""
+    """Return the number of steps that sample enough completions to check the share that is truncated."""
     return -(-TRUNCATED_COMPLETIONS // (rollout.prompts_per_step * rollout.group_size))
 
 
 class Tripwires:
     """The checks on the metrics of every step.
 
-    Every rank must pass exactly the same numbers. Then either all ranks stop or none does. All ranks also call
-    ``differing_layer`` together, which is a collective. After a resume, "the first steps" are those of the new process.
+    All ranks must pass exactly the same numbers to the methods, so that either all ranks stop or none does.
+    ``differing_layer`` is a collective, which all ranks call together. After a resume, "the first steps" are those of
+    the new process.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None], earlier: Mapping[str, str] | None = None) -> None:
         """Prepare the checks of a run. ``say`` prints a line.
 
-        If the run resumes, ``earlier`` has the ``messages`` of the start before it.
+        If the run resumes, ``earlier`` has the ``messages`` from the checkpoint.
         """
         self.cfg, self.say = cfg, say
         self.warned: set[str] = set()
@@ -139,8 +140,8 @@ class Tripwires:
     def state(self, step: int, find: Callable[[], str]) -> None:
         """Check that all ranks, or ranks and files, have the same state after ``step`` steps.
 
-        ``find`` returns the differences, or "" if there are none; see Policy.unequal. It is not called if the check is
-        off.
+        ``find`` returns the differences, or "" if there are none; see Policy.unequal. If the check is off, ``find`` is
+        not called.
         """
         if "state" not in self.cfg.checks.off and (differing := find()):
             self.trip(
@@ -152,9 +153,9 @@ class Tripwires:
     def after_push(self, step: int, checksums: list[float], metrics: dict[str, float]) -> None:
         """Check that an update with a gradient has changed the pushed tensors.
 
-        It also checks that merged experts in memory that trainer and sampler share are W + (alpha / R) B A.
-        ``checksums`` has one checksum per rank, of the tensors that the rank pushed for ``step``. ``metrics`` has the
-        metrics of the same push.
+        It also checks that the merged experts in the memory shared by trainer and sampler are W + (alpha / R) B A.
+        ``checksums`` has a checksum for each rank, of the tensors that the rank pushed for ``step``. ``metrics`` are
+        the metrics of the same push.
         """
         if wrong := wrong_merge(metrics.get("sync/experts_wrong", 0.0)):
             self.trip(
@@ -179,7 +180,7 @@ class Tripwires:
         """Check the questions that ``step`` asks. They were drawn from ``num_questions`` questions.
 
         None may be in ``held_out``, and STUCK_STEPS steps in a row must not ask the same questions. In ``asked``, the
-        ordinary questions of the step come first, followed by those of dynamic sampling.
+        questions of the first round come first, followed by those of dynamic sampling.
         """
         if leaked := held_out.intersection(asked):
             self.trip(
@@ -230,7 +231,7 @@ class Tripwires:
             judge(when, metrics)
 
     def reference(self, step: int, gap: float | None) -> None:
-        """Check the reference pass of the first update since the start or resume that trained a token.
+        """Check the reference pass before the first update that trains a token after a start or resume.
 
         ``gap`` is Learner.reference_gap after ``step``. Experts that are dequantised, or merged in the memory of an
         engine with a separate model, may have another memory order than in the reference pass. Some kernels then round
@@ -267,7 +268,10 @@ class Tripwires:
             )
 
     def _truncated(self, when: str, metrics: dict[str, float]) -> None:
-        """Check whether most completions are truncated, over enough steps for 256 completions. Fewer may be chance."""
+        """Check whether most completions are truncated. With fewer than 256 completions, this could be chance.
+
+        So enough steps for 256 completions are checked together.
+        """
         rollout, steps = self.cfg.rollout, truncated_steps(self.cfg.rollout)
         # At a higher temperature, long completions say nothing about the model, so "sampling" is also silent.
         if len(self.history) < steps or rollout.temperature > TRUNCATED_TEMPERATURE:

@@ -1,7 +1,7 @@
 """Writes and reads the completions of a run, which are in the folder completions/.
 
-step-N.jsonl.gz has the completions of step N, and eval-N.jsonl.gz those of the evaluation after N steps. Each file has
-one JSON object per line. A file appears only when it is complete, so it can be read while the run writes. A resume
+step-N.jsonl.gz has the completions of step N, and eval-N.jsonl.gz those of the evaluation after N steps. Each line of
+these files is a JSON object. A file appears only when it is complete, so it can be read while the run writes. A resume
 removes the files of later steps. No checksum depends on these files, so they may be deleted.
 """
 
@@ -48,13 +48,13 @@ def write(run: Path, kind: str, step: int, rows: list[Row]) -> None:
 
 
 def files(run: Path, kind: str) -> dict[int, Path]:
-    """Return the files of a kind (step or eval) by their step, in the order of the steps."""
+    """Return a dictionary from each step to its file of this ``kind`` (step or eval), in the order of the steps."""
     digits = "[0-9]" * 6
     return {int(path.name[5:11]): path for path in sorted(run.glob(f"completions/{kind}-{digits}.jsonl.gz"))}
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file. Raises InputError if it is damaged."""
+    """Return the rows of a file. Raises InputError if the file is damaged."""
     try:
         with gzip.open(path, "rb") as file:
             rows = [json.loads(line) for line in file]
@@ -74,7 +74,7 @@ def rewind(run: Path, step: int) -> None:
 
 
 def outcome(row: Row) -> str:
-    """Return the outcome of a completion, one of OUTCOMES. "truncated" means that it was cut off and is not right."""
+    """Return the outcome of a completion, one of OUTCOMES. A completion that was cut off is "right" or "truncated"."""
     if row["correct"]:
         return "right"
     missed = "wrong" if row["parsable"] else "unparsable"
@@ -84,7 +84,7 @@ def outcome(row: Row) -> str:
 def telling(rows: list[Row]) -> list[Row]:
     """Return one row for each outcome that occurs.
 
-    The rows come from the question with the largest number of different outcomes, as far as it has them.
+    For each outcome, the row is from the question with the most different outcomes, among the questions that have it.
     """
     kinds = Counter(name for name, _ in {(row["id"], outcome(row)) for row in rows})
     varied = sorted(rows, key=lambda row: kinds[row["id"]], reverse=True)

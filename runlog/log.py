@@ -84,8 +84,8 @@ def _progress_line(step: int, steps: int, metrics: dict[str, float], timing: Map
 class RunLog:
     """The writer of one run's folder. Ranks other than 0 write nothing.
 
-    Each line is in its file before the method that logs it returns. Before `open` there is no folder, and the log only
-    prints.
+    A method that logs lines writes them to their file before it returns. Before `open` there is no folder, and the log
+    only prints.
     """
 
     def __init__(self, cfg: Config, rank: int) -> None:
@@ -192,7 +192,7 @@ class RunLog:
         self.bar.update(step - self.bar.n)
 
     def left(self) -> str:
-        """Return a text such as `  3 h 20 min left`, or "" if less than a minute is left.
+        """Return a string such as `  3 h 20 min left`, or "" if less than a minute is left.
 
         The estimate is based on the steps of this process so far.
         """
@@ -208,15 +208,21 @@ class RunLog:
         self._track(step, summary)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the summaries of all evaluations so far, including those before a resume. Ranks except 0 return []."""
+        """Return the summaries of all evaluations so far, including those before a resume.
+
+        All ranks except rank 0 return [].
+        """
         return read_lines(self.run_dir / "eval.jsonl") if self.rank == 0 else []
 
     def log_rows(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append ``rows`` to the .jsonl file ``name``, each with the number of the step."""
+        """Append ``rows`` to the .jsonl file ``name``, and add the number of the step to each row."""
         self._append(name, "".join(json_line({"step": step, **row}) for row in rows))
 
     def log_completions(self, kind: str, step: int, rows: list[completions.Row]) -> None:
-        """Write the completions of a step, or of the evaluation after it. Trackers show a few completions of a step."""
+        """Write the completions of a step (``kind`` is step) or of the evaluation after it (``kind`` is eval).
+
+        The trackers get a few completions of a step.
+        """
         if self.rank != 0 or not rows:
             return
         with disk_errors(self.run_dir / "completions"):
@@ -229,9 +235,9 @@ class RunLog:
             self.trackers.log(step, values)
 
     def reached(self) -> str:
-        """Return how far the run is and how to continue it, or "" if it has no folder yet.
+        """Return a message that says how far the run is and how to continue it, or "" if the run has no folder yet.
 
-        A process that is being ended prints this text.
+        A process prints this message when a signal ends it.
         """
         if self.run_dir is None:
             return ""
@@ -243,7 +249,7 @@ class RunLog:
         )
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar, and write it with the time to log.txt. Only rank 0 does so."""
+        """Print a line above the progress bar, and write it with the time to log.txt. Only rank 0 does this."""
         self.said = time.monotonic()
         if self.rank == 0:
             tqdm.write(text)
@@ -251,7 +257,7 @@ class RunLog:
             self._write_to_log(text)
 
     def note(self, text: str) -> None:
-        """Write ``text``, the reason why the run ends, to log.txt. An error while writing it is ignored."""
+        """Write ``text``, the reason why the run ends, to log.txt. If this write fails, no error is raised."""
         with contextlib.suppress(InputError):
             self._write_to_log(text)
 

@@ -42,12 +42,12 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str], None] = lambda line: None) -> None:
-    """Make each of ending_signals() end this process at once.
+    """Make each signal in ending_signals() end this process at once.
 
-    Before that, rank 0 prints one line with ``reached()``, and calls ``note`` with it. Python calls signal handlers in
-    the main thread, but not while that thread waits in a collective. However, Python writes the number of a signal to a
-    pipe as soon as the signal arrives, and a thread here reads the pipe. Without a pipe, a thread could wait for a
-    blocked signal, but the signal would then stay blocked in every program that this process starts.
+    Before rank 0 ends, it prints one line with ``reached()``, and passes the line to ``note``. Python calls signal
+    handlers in the main thread, but not while that thread waits in a collective. However, Python writes the number of a
+    signal to a pipe as soon as the signal arrives, and a thread here reads the pipe. Without a pipe, a thread could
+    wait for a blocked signal, but the signal would then stay blocked in every program that this process starts.
     """
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
@@ -73,7 +73,10 @@ def end_on_signals(reached: Callable[[], str] = lambda: "", note: Callable[[str]
 
 
 def _end_silently(ending: list[signal.Signals]) -> None:
-    """Restore the system's handling of signals in a forked process, which lacks the thread that handles them."""
+    """Restore the system's default handling of the signals ``ending`` in a forked process.
+
+    A forked process lacks the thread that handles these signals.
+    """
     signal.set_wakeup_fd(-1)
     for number in ending:
         signal.signal(number, signal.SIG_DFL)
@@ -120,7 +123,10 @@ class StepTimer:
             self.peaks[phase] = max(gib, self.peaks.get(phase, 0.0))
 
     def peak(self) -> tuple[float, str] | tuple[()]:
-        """Return the GiB and the name of the phase that uses most memory, or () if the device does not count memory."""
+        """Return the peak memory in GiB and the name of the phase that reached it.
+
+        If the device does not count its memory, return ().
+        """
         return max(((gib, phase) for phase, gib in self.peaks.items()), default=())
 
     @property
@@ -136,7 +142,7 @@ class StepTimer:
     def timing(self, new_tokens: int) -> dict[str, float]:
         """Return the metrics timing/PHASE_s of each phase, timing/step_s of the whole step, and perf/tokens_per_s.
 
-        The last one is ``new_tokens`` divided by the seconds of the step.
+        perf/tokens_per_s is ``new_tokens`` divided by the seconds of the step.
         """
         total = self.devices.seconds_between(self.start, self.devices.moment(self.device))
         phases = {f"timing/{phase}_s": round(seconds, 4) for phase, seconds in self.seconds.items()}
@@ -149,9 +155,10 @@ class StepTimer:
 class Heartbeat:
     """A thread that ends the process after ``stall_seconds`` without a `beat`. With 0 seconds there is no thread.
 
-    Before that, the thread prints the last finished phase and the stack of every thread. If a collective waits, its
-    stack shows this. Code that keeps Python's global lock (GIL) also stops this thread. In that case, faulthandler,
-    which needs no lock, prints the stacks and ends the process with exit code 1, after 1.5 x ``stall_seconds``.
+    Before it ends the process, the thread prints the last finished phase and the stack of every thread. The stacks show
+    whether a thread waits in a collective. Code that keeps Python's global lock (GIL) also stops this thread. In that
+    case, faulthandler, which needs no lock, prints the stacks and ends the process with exit code 1, after 1.5 x
+    ``stall_seconds``.
     """
 
     def __init__(self, stall_seconds: int, log: RunLog) -> None:
@@ -163,7 +170,10 @@ class Heartbeat:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def beat(self, done: str = "") -> None:
-        """Report that this rank is alive and has finished ``done``. If ``done`` is "", the last name stays."""
+        """Report that this rank is alive and has finished the phase ``done``.
+
+        If ``done`` is "", the last finished phase stays the same.
+        """
         self.done, self.last = done or self.done, time.monotonic()
         if self.last - self.log.said > PROGRESS_SECONDS:
             self.log.say(f"still working; last finished: {self.done}{self.log.left()}")
@@ -207,7 +217,10 @@ class Heartbeat:
 
 
 def tracebacks() -> str:
-    """Return the stacks of all threads but this one, with the innermost call last. The main thread comes last."""
+    """Return the stacks of all threads except the calling thread, each with its innermost call last.
+
+    The main thread comes last.
+    """
     frames = sys._current_frames()
     others = [thread for thread in reversed(threading.enumerate()) if thread is not threading.current_thread()]
     return "\n".join(

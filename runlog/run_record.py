@@ -1,6 +1,6 @@
 """Writes and reads the records of a run: the metrics of its steps, and how it was started.
 
-The numbers of a step are a row of a .jsonl file, which has one JSON object per line. Reading them gives bit-identical
+The metrics of a step are a row of a .jsonl file, which has one JSON object per line. Reading a row gives bit-identical
 floats. `write_records` stores the resolved configuration, the environment, the git state of the source, the checksums
 of model and data, and the command. `checksums` returns the checksums of all records of a finished run.
 """
@@ -65,7 +65,8 @@ def sha256_file(path: Path) -> str:
 def checksums(run_dir: Path) -> dict[str, str]:
     """Return the sha256 of the records of a run and of its resumed starts (resume-N/), by path in the run's folder.
 
-    The log, the figure, the lock and the checkpoints are not included, nor is finished.json, which contains the sums.
+    The log, the figure, the lock and the checkpoints are not included, nor is finished.json, which contains these
+    checksums.
     """
     found = {path for pattern in RECORDED for path in run_dir.glob(pattern) if path.name != "finished.json"}
     return {path.relative_to(run_dir).as_posix(): sha256_file(path) for path in sorted(found)}
@@ -84,9 +85,9 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return the lines of a .jsonl file before the first incomplete one, each as its bytes and its decoded row.
+    """Return the lines of a .jsonl file before the first incomplete line, each as its bytes and its decoded row.
 
-    Return [] if there is no file.
+    A complete line ends in a newline and is a JSON object with an integer "step". Return [] if there is no file.
     """
     lines = []
     for line in read_bytes(path).splitlines(keepends=True) if path.exists() else []:
@@ -109,7 +110,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _without_homes(text: str) -> str:
-    """Replace the user's home directory in ``text`` by $HOME, and other user names in paths by USER."""
+    """Replace the user's home directory in ``text`` with $HOME, and other user names in paths with USER."""
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "$HOME", text)
@@ -117,7 +118,10 @@ def _without_homes(text: str) -> str:
 
 
 def _private(text: str) -> str:
-    """Replace home folders, names of user and machine, and addresses in ``text``, because records are published."""
+    """Replace home folders, the names of the user and the machine, and IP addresses in ``text``.
+
+    They must not be in records, because records are published.
+    """
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", _without_homes(text))
     host, home = socket.gethostname(), Path(os.path.expanduser("~"))
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home.name, host, host.split(".")[0]}
@@ -128,10 +132,11 @@ def _private(text: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU and its vector instructions from /proc/cpuinfo, or otherwise the platform's name.
+    """Return the name of the CPU and its vector instructions from /proc/cpuinfo.
 
-    The instructions are included because virtual machines with the same CPU name can have different ones, which round
-    differently.
+    Without this file, return the processor or machine name of Python's module platform. The vector instructions are
+    included because they can differ between virtual machines with the same CPU name, and because they change the
+    rounding.
     """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -171,7 +176,10 @@ def variant_name(name: str) -> str:
 
 
 def git(*arguments: str) -> bytes:
-    """Return the output of git in the folder of the source, or b"" if the command fails or git is not installed."""
+    """Run a git command in the folder of the source code, and return its output.
+
+    If the command fails or git is not installed, return b"".
+    """
     # In a container, a mounted repository often has another owner, and git would refuse it.
     command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
     try:
@@ -181,9 +189,10 @@ def git(*arguments: str) -> bytes:
 
 
 def git_state() -> tuple[dict[str, Any], bytes]:
-    """Return the commit of the source and whether it has uncommitted changes, and the patch of these changes.
+    """Return a dictionary with the keys "commit" and "dirty", and the patch of the uncommitted changes.
 
-    Without a repository or a commit, both values are None, and the patch is empty.
+    "dirty" says whether the source code has uncommitted changes. Without a repository or a commit, both values are
+    None, and the patch is empty.
     """
     commit = git("rev-parse", "HEAD").decode().strip()
     if not commit:
@@ -200,7 +209,7 @@ def git_state() -> tuple[dict[str, Any], bytes]:
 
 
 def inputs(files: dict[str, dict[str, Path]], beat: Callable[[], None] = lambda: None) -> dict[str, dict[str, str]]:
-    """Return the sha256 of each of ``files``, which are input_files of a run.
+    """Return the sha256 of each of ``files``, which is the result of input_files for a run.
 
     The first reading of 60 GB takes a minute, or half an hour from a slow disk. ``beat`` is called after each file.
     """
@@ -209,7 +218,10 @@ def inputs(files: dict[str, dict[str, Path]], beat: Callable[[], None] = lambda:
 
 
 def data_files(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
-    """Return every data file that a run reads, by its key. For a list of files, [0], [1] and so on follow the key."""
+    """Return every data file that a run reads, by its key in the configuration.
+
+    For a list of files, [0], [1] and so on follow the key.
+    """
     sets = {f"eval.sets.{name}": paths for name, paths in evaluation.sets.items()}
     read = {} if data.source == "arithmetic" else {"data.train_path": data.train_path, "data.test_path": data.test_path}
     return {
@@ -240,7 +252,7 @@ def input_files(cfg: Config) -> dict[str, dict[str, Path]]:
 
 
 def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None) -> dict[Path, str]:
-    """Return the sha256 of each file. Several threads read the files, and ``beat`` is called after each of them."""
+    """Return the sha256 of each file. Several threads read the files, and ``beat`` is called after each file."""
     found = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for path, checksum in zip(paths, pool.map(sha256_file, paths), strict=True):
@@ -252,7 +264,7 @@ def sha256_of_inputs(paths: list[Path], beat: Callable[[], None] = lambda: None)
 def of_last_start(run_dir: Path, name: str) -> Path:
     """Return the path of the file ``name`` that the last start of the run wrote.
 
-    It is in the last resume-N/ that has one, otherwise in the folder of the run.
+    The file is in the last resume-N/ that has a file of this name, and otherwise in the folder of the run.
     """
     resumed = [path for path in run_dir.glob(f"resume-*/{name}") if path.parent.name[7:].isdecimal()]
     return max(resumed, key=lambda path: int(path.parent.name[7:]), default=run_dir / name)
@@ -263,9 +275,9 @@ def changed_inputs(
 ) -> list[str]:
     """Return a line for each of ``files`` (input_files) whose checksum has changed since the run's last start.
 
-    Hidden files in the model's folder are ignored, because nothing reads them. So are files of the data or the teacher
-    that are absent now. If inputs.json cannot be read, the only line says so. ``model`` is the model's folder, which
-    gives the path of a file that no longer exists.
+    Hidden files in the model's folder are ignored, because nothing reads them. Files of the data or the teacher that
+    are absent now are also ignored. If inputs.json cannot be read, the only line says so. ``model`` is the model's
+    folder, which gives the path of a file that no longer exists.
     """
     record = of_last_start(run_dir, "inputs.json")
     try:
@@ -293,7 +305,7 @@ def _state(checksum: str | None) -> str:
 def refuse_changed_inputs(changed: list[str], *, accept: bool, how: str) -> list[str]:
     """Return ``changed``, the lines of changed_inputs, if it is empty or ``accept`` is true.
 
-    Otherwise raises InputError. Its message says with ``how`` that the user can accept the changes.
+    Otherwise raises InputError. The message ends with ``how``, which says how the user can accept the changes.
     """
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -309,7 +321,8 @@ def write_records(
 ) -> None:
     """Write config.yaml, environment.json, inputs.json, git.json, git.patch and command.txt for a start of the run.
 
-    ``read`` has the checksums that `inputs` returns for the run's input_files. Without it, they are computed here.
+    ``read`` has the checksums that `inputs` returns for the run's input_files. Without ``read``, this function computes
+    them. If the commit is not known, there is no git.patch.
     """
     source, patch = git_state()
     if source["commit"] is None:

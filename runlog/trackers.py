@@ -50,7 +50,7 @@ class TensorBoard:
         self.writer.flush()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Write the numbers, and the texts in the form that html_of returns."""
+        """Write the numbers and the HTML tables in ``values``. Tables have the form that html_of returns."""
         shown = [
             {"tag": name, **(value if isinstance(value, dict) else {"simple_value": value})}
             for name, value in values.items()
@@ -114,7 +114,7 @@ OPEN: dict[str, Callable[[Path, int], Any]] = {
 def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
     """Return the options that wandb and swanlab have in common.
 
-    Without an API key, both stay offline and do not ask for one.
+    Without an API key, both stay offline and do not ask for a key, unless WANDB_MODE or SWANLAB_MODE says otherwise.
     """
     mode = os.environ.get(f"{prefix}_MODE") or ("online" if os.environ.get(f"{prefix}_API_KEY") else "offline")
     return {
@@ -129,7 +129,7 @@ def _run_options(run_dir: Path, prefix: str) -> dict[str, str]:
 def html_of(name: str, rows: list[dict[str, Any]]) -> Any:
     """Return an HTML table of completions in the form that the tracker ``name`` needs.
 
-    TensorBoard gets it as a text summary, because it renders the HTML in texts.
+    TensorBoard gets the table as a text summary, because it renders the HTML in text summaries.
     """
     table = f"<tr><th>{'</th><th>'.join(COLUMNS)}</th></tr>"
     for row in rows:
@@ -183,7 +183,7 @@ class Trackers:
 def refuse_missing(names: Iterable[str]) -> None:
     """Raise InputError if a tracker's package is not installed.
 
-    If TRACKERS_DIR is set, its folder is added to the end of sys.path first.
+    If the variable TRACKERS_DIR is set, first add the folder that it names to the end of sys.path.
     """
     folder = os.environ.get(FOLDER)
     if folder and names:

@@ -1,7 +1,7 @@
 """Generated arithmetic in the form of GSM8K.
 
-The unordered pair of a question's first two operands decides whether the question is for training or held out. No
-operation in the training data has a held-out pair, not even a wrong operation in a teacher's answer.
+The unordered pair of a question's first two operands determines whether the question is for training or held out. No
+operation in the training data uses a held-out pair, not even a wrong operation in a teacher's answer.
 """
 
 import itertools
@@ -49,8 +49,8 @@ class Problem:
 def held_out(x: int, y: int) -> bool:
     """Return whether the unordered pair {x, y} belongs to the test set.
 
-    About one pair in eight does: 151 of the 1,225 pairs of numbers from 1 to 49. A pair is held out for addition and
-    for subtraction. Otherwise a teacher that adds instead of subtracting would teach the sum of a held-out pair.
+    About one pair in eight does: 151 of the 1,225 pairs of numbers from 1 to 49. A pair is held out for both addition
+    and subtraction. Otherwise a teacher that adds instead of subtracting would teach the sum of a held-out pair.
     """
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
@@ -60,8 +60,9 @@ def examples(
 ) -> list[tuple[str, str]]:
     """Return ``num`` different pairs (question, worked answer) with operands from ``low`` to ``high``.
 
-    They are test questions if ``heldout`` is true, and otherwise training questions. Raises InputError if the range of
-    operands has no training pair, no test pair, or fewer than ``num`` questions.
+    The questions are test questions if ``heldout`` is true, and otherwise training questions. Each has at most
+    ``most_operations`` operations. Raises InputError if the range of operands has no training pair, no test pair, or
+    fewer than ``num`` questions.
     """
     for part in (True, False):
         draw_lines(random.Random(0), low, high, part)  # raises InputError if there is no pair

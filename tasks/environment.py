@@ -2,7 +2,7 @@
 
 Text from the policy is never tokenised again. Each answer is tokenised once, separately, and its tokens are appended.
 If the policy ends its turn with an end token, the answer is written as a turn of the model's chat template. If the
-policy writes a text of rollout.stop, the answer follows unchanged, within the policy's turn. The function runs in the
+policy writes a string of rollout.stop, the answer follows unchanged, within the policy's turn. The function runs in the
 worker processes of tasks/scoring.py.
 """
 
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The environment's interface for one call of an engine."""
+    """The environment's interface for one call to an engine."""
 
     may_end: frozenset[int]  # the tokens, including end tokens, after which the engine calls `reply`
     reply: Callable[[Sequence[Turn]], list[Reply]]
@@ -60,7 +60,7 @@ class Template(NamedTuple):
 class Environment:
     """The function of rollout.environment, in a form that an engine can call.
 
-    An engine works with tokens, and the function works with texts.
+    An engine works with tokens, and the function works with strings.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Environment:
         self.seconds = 0.0  # how long decoding has waited for the function; callers reset it to 0
 
     def turns(self, questions: Sequence[Question]) -> Turns:
-        """Return the Turns for one call of an engine, whose prompts are those of ``questions``."""
+        """Return the Turns for one call to an engine. The prompts of this call are those of ``questions``."""
         return Turns(
             self.may_end, lambda turns: self.reply([questions[turn.prompt] for turn in turns], turns), self.waiting
         )
@@ -115,7 +115,8 @@ class Environment:
     def _without_asking(self, turn: Turn) -> Reply | None:
         """Return the reply to a turn that the function need not answer, or None if the function has to answer it.
 
-        It need not answer if the turn has not ended, or has ended with an end token other than the template's.
+        The function need not answer if the turn has not ended. It also need not answer if the turn has ended with an
+        end token other than the template's.
         """
         if turn.tokens[-1] in self.stop_tokens:
             return None if turn.tokens[-1] == self.template.end else Reply(reason="stop")
@@ -146,7 +147,10 @@ class Environment:
         return f"after an end token the environment answers: {self.tokenizer.decode(tokens)!r}\n"
 
     def texts(self, tokens: list[int], mask: list[bool]) -> list[str]:
-        """Return the texts of the policy's and the environment's turns, alternately, without the template's tokens."""
+        """Return the texts of all turns, which are alternately the policy's and the environment's.
+
+        The texts do not include the template's tokens.
+        """
         found, ended = [], False
         for own, pairs in itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1]):
             ids = [token for token, _ in pairs]
@@ -157,16 +161,16 @@ class Environment:
         return found
 
     def _stopped(self, tokens: list[int], mask: list[bool]) -> bool:
-        """Return whether the last token completes a text of rollout.stop in the policy's current turn."""
+        """Return whether the last token completes a string of rollout.stop in the policy's current turn."""
         turn = max((i + 1 for i, own in enumerate(mask) if not own), default=0)  # the start of the turn
         window = tokens[max(turn, len(tokens) - 1 - max(map(len, self.stops), default=0)) :]
         now, before = self.tokenizer.decode(window), self.tokenizer.decode(window[:-1])
         return any(now.count(stop) > before.count(stop) for stop in self.stops)
 
     def _completing(self) -> frozenset[int]:
-        """Return the tokens that can complete a text of rollout.stop.
+        """Return the tokens that can complete a string of rollout.stop.
 
-        Such a token contains the whole text, or begins with the last part of the text.
+        Such a token contains the whole string, or begins with the last part of the string.
         """
         if not self.stops:
             return frozenset()

@@ -1,7 +1,7 @@
 """reward.method=math: checks whether the last \\boxed{} of a completion is mathematically equal to the gold answer.
 
 The package math-verify compares fractions, sets, intervals, units and expressions. It runs in the worker processes of
-tasks/scoring.py, which have a time limit, because a computer algebra system may never finish an expression.
+tasks/scoring.py, which have a time limit, because a computer algebra system may run forever on an expression.
 This file also accepts forms that math-verify does not read. It removes a full stop at the end of a box and the spaces
 between groups of three digits (115\\,000). If the gold answer is a number, it removes the words around the only number
 of an answer. It reads several boxes as a list if only `and`, `or`, commas or `x =` stand between them. docs/usage.md
@@ -61,7 +61,7 @@ def score(completion: str, gold: str, row: dict) -> tuple[float, bool, bool]:
 
 
 def last_boxes(completion: str) -> list[str]:
-    """Return the contents of the last box and of the earlier boxes in the same list, without repeated contents."""
+    """Return the contents of the last \\boxed{} and of the earlier boxes in the same list, without duplicates."""
     listed: list[Box] = []  # the last box first
     for box in reversed(boxes(completion)):
         if listed:
@@ -73,13 +73,13 @@ def last_boxes(completion: str) -> list[str]:
 
 
 def cleaned(text: str) -> str:
-    """Remove a full stop at the end of the text, and spaces between groups of three digits."""
+    """Remove a full stop at the end of ``text``, and spaces between groups of three digits."""
     text = text.strip().removesuffix(".").strip()
     return THOUSANDS.sub(lambda number: re.sub(SPACE, "", number[0]), text)
 
 
 def number_in_words(text: str) -> str:
-    """Return the only number in a text such as `The answer is 18 apples`. Return any other text unchanged."""
+    """Return the only number in a string such as `The answer is 18 apples`. Return any other string unchanged."""
     words = TEXT.sub(r" \1 ", text).strip()
     if sentence := SENTENCE.match(words):
         words = words[sentence.end() :].strip()
@@ -88,11 +88,11 @@ def number_in_words(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """Replace the decimal numbers in the text with fractions."""
+    """Replace the decimal numbers in ``text`` with fractions."""
     return DECIMAL.sub(lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", text)
 
 
 def equal(answer: str, right: str) -> bool:
-    """Return whether math-verify finds the two LaTeX texts equal."""
+    """Return whether math-verify considers the two LaTeX strings equal."""
     ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, right))
     return bool(verify(theirs, ours, numeric_precision=DIGITS, timeout_seconds=None))

@@ -206,7 +206,7 @@ def _with_number(answer: str | None, number: str, form: Form) -> str:
 def _by_name(raw: dict[str, Any], form: Form) -> Question:
     """Return the question in a row of a file whose columns data.columns names.
 
-    The answer column may contain a text or a number.
+    The answer column may contain a string or a number.
     """
     _refuse_beside(raw, form.question, form.answer)
     turns, _ = _turns(raw, form.question)
@@ -223,7 +223,8 @@ def _text_of(turns: list[Turn]) -> str:
 def _turns(row: dict[str, Any], name: str) -> tuple[list[Turn], str | None]:
     """Return the turns in a column up to the last user turn, and the text of the assistant turn after it, if any.
 
-    A text in the column is one user turn. A list may begin with a system turn. After it, user and assistant alternate.
+    A string in the column is one user turn. A list may begin with a system turn. After it, user and assistant turns
+    alternate.
     """
     found = _column(row, name)
     if not isinstance(found, list):
@@ -281,8 +282,8 @@ def _text(row: dict[str, Any], name: str) -> str:
 def _asked(row: dict[str, Any], name: str) -> str:
     """Return the text of a question, with the checks of `_text`.
 
-    Also raises InputError if the text is really a list, an object or an empty cell, written as text. An image or
-    another medium in the text is refused in the same way.
+    Also raises InputError if the text is really a list, an object or an empty cell, written as text. The same holds if
+    the text contains an image or another medium, or a placeholder for it.
     """
     text = _text(row, name)
     stripped = text.strip()
@@ -329,20 +330,23 @@ def gold_number(answer: str) -> str:
 
 
 def _value(gold: str) -> Decimal | str:
-    """Return the value by which gold answers are compared: a number if the answer is one, and otherwise the text."""
+    """Return the value by which gold answers are compared: a Decimal for a number, and otherwise ``gold`` itself."""
     return Decimal(gold) if NUMBER.fullmatch(gold) else gold
 
 
 def words(text: str) -> str:
-    """Return ``text`` in Unicode's form NFKC, with single spaces.
+    """Return ``text`` in the Unicode normalisation form NFKC, with single spaces.
 
-    A chat template or a tokenizer may change the Unicode form and the spaces.
+    Texts are compared in this form, because a chat template or a tokenizer may change the form and the spaces.
     """
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def composed(question: str) -> str:
-    """Return the question in Unicode's form NFC, with single spaces. Questions with equal results are the same."""
+    """Return the question in the Unicode normalisation form NFC, with single spaces.
+
+    Questions with equal results count as the same question.
+    """
     return " ".join(unicodedata.normalize("NFC", question).split())
 
 
@@ -355,7 +359,7 @@ def asked_in(rows: Iterable[Question], others: Iterable[Question]) -> list[str]:
 def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[str, str]]:
     """Return the pairs of questions, one from each sequence, that differ but look almost the same to a reader.
 
-    They may be copies of one question, or two questions such as 3² and 32, so they are not refused.
+    The two may be copies of one question, or differ in meaning, as 3² and 32 do. So the input check only warns.
     """
     known = {normalised(row.question): row.question for row in reversed(first)}
     pairs = [(known.get(normalised(row.question), row.question), row.question) for row in second]
@@ -364,10 +368,10 @@ def alike(first: Sequence[Question], second: Sequence[Question]) -> list[tuple[s
 
 @functools.cache  # each question is compared with several sets
 def normalised(question: str) -> str:
-    """Return a text that is the same for all questions that look almost alike or differ only in case.
+    """Return a string that is the same for all questions that look almost alike or differ only in case.
 
-    It is in Unicode's form NFKC, in lower case and with single spaces. Control characters and invisible characters are
-    removed.
+    The string is the question in the Unicode normalisation form NFKC, in lower case and with single spaces, without
+    control characters and invisible characters.
     """
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
@@ -379,12 +383,12 @@ def normalised(question: str) -> str:
 
 
 def _table(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return each row of a file, after a text with the file name and the row number.
+    """Return each row of a file as a pair (where, row), where the string ``where`` names the file and the row.
 
-    The format is that of the file name's ending.
+    The ending of the file's name determines its format.
 
-    pandas is not used, because it would change the columns that a reward function gets. It converts null to nan. If a
-    column has a null, it also converts the whole numbers in it to floats.
+    pandas is not used, because it would change the values that a reward function gets. It converts null to nan, and in
+    a column with a null, it also converts whole numbers to floats.
     """
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:

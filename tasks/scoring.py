@@ -2,8 +2,8 @@
 
 Every reward.method except math runs in this process. reward.function, reward.method=math and rollout.environment may
 hang or crash, so they run in worker processes, one call at a time in each. The workers are plain child processes, not
-those of multiprocessing or pebble. With the start method spawn, each of those would import the trainer and torch. With
-fork, a worker that is started later would be a copy of a process that already uses the device.
+those of multiprocessing or pebble. With the start method spawn, each worker of these packages would import the trainer
+and torch. With fork, a worker that is started later would be a copy of a process that already uses the device.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Failure(NamedTuple):
 
 
 class Pool:
-    """Worker processes that import and call the user's functions. They must be started before the device is opened."""
+    """Worker processes that import and call the user's functions. Create a Pool before you open the device."""
 
     def __init__(self, functions: Mapping[str, str], beat: Callable[[], None] = lambda: None) -> None:
-        """Start the processes, each of which imports all functions. ``functions`` maps a key to FILE.py:NAME.
+        """Start the processes, each of which imports all functions.
 
-        If there are no functions, no process is started. ``beat`` is called at least once a second while `results`
-        waits for the processes.
+        ``functions`` maps a key of the configuration, such as reward.function, to FILE.py:NAME. If it is empty, no
+        process is started. While `results` waits for the processes, it calls ``beat`` at least once a second.
         """
         self.functions, self.beat = functions, beat
         self.workers: list[Worker] = []
@@ -98,7 +98,7 @@ class Pool:
     def results(self, key: str, calls: Sequence[tuple], seconds: float) -> Iterator[Any]:
         """Yield the result of the function with this ``key``, or a Failure, for each of ``calls``, in their order.
 
-        A call that takes more than ``seconds`` is ended and gives a Failure.
+        If a call takes more than ``seconds``, its process is ended and its result is a Failure.
         """
         results = self.threads.imap(lambda call: self._ask(key, call, seconds), calls)
         for _ in calls:
@@ -142,14 +142,17 @@ class Pool:
 
 
 class Scorer(Pool):
-    """The reward of a run. Its processes also call rollout.environment. Create it before the device is opened."""
+    """The scorer of a run's completions, whose processes also call rollout.environment.
+
+    Create a Scorer before you open the device.
+    """
 
     def __init__(
         self, reward: RewardConfig, beat: Callable[[], None] = lambda: None, environment: str | None = None
     ) -> None:
         """Start the processes that the reward and ``environment`` need, if any.
 
-        ``environment`` is rollout.environment. ``beat`` is explained in Pool.
+        ``environment`` is rollout.environment. Pool explains ``beat``.
         """
         self.reward = reward
         self.key = "reward.function" if reward.function else "reward.method"
@@ -161,9 +164,9 @@ class Scorer(Pool):
     def __call__(self, calls: Sequence[Call]) -> list[Score]:
         """Return the score of each completion, in the order of ``calls``.
 
-        If a call of reward.function fails or takes too long, its traceback is printed and InputError is raised.
-        InputError is also raised if reward.method cannot read the gold answer. If reward.method=math fails or takes too
-        long, the completion counts as having no answer.
+        If a call of reward.function fails or takes too long, this method prints the traceback, if there is one, and
+        raises InputError. It also raises InputError if reward.method cannot read the gold answer. If reward.method=math
+        fails or takes too long, the completion counts as having no answer.
         """
         if not self.in_processes:
             return [self._of_method(call) for call in calls]
@@ -190,7 +193,7 @@ class Scorer(Pool):
 
 
 class Worker:
-    """A process that imports functions and then answers calls. If it has ended, the next call starts a new one."""
+    """A process that imports functions and then answers calls. If it has ended, the next call starts a new process."""
 
     def __init__(self, functions: Mapping[str, str]) -> None:
         self.functions = functions
@@ -206,7 +209,10 @@ class Worker:
         theirs.close()
 
     def wait_for_start(self) -> None:
-        """Raise InputError if a function cannot be imported or does not take its arguments."""
+        """Wait until the process has imported its functions.
+
+        Raises InputError if a function cannot be imported, or if it does not accept the arguments of its calls.
+        """
         for key, named in self.functions.items():
             problem = self.answer(START_SECONDS)
             if isinstance(problem, Failure):
@@ -232,7 +238,8 @@ class Worker:
     def answer(self, seconds: float) -> Any:
         """Return the next value from the process, or a Failure if it ends or takes more than ``seconds``.
 
-        A process that takes too long is ended. An import may take START_SECONDS. After it, the time starts again.
+        A process that takes too long is ended. An import may take START_SECONDS. After the import, the time limit of
+        ``seconds`` starts again.
         """
         limit = seconds
         try:
@@ -248,7 +255,7 @@ class Worker:
         return Failure(f"took more than {seconds:g} s and was ended")
 
     def end(self) -> str:
-        """End the process if it still runs, and return a text that says how it ended."""
+        """End the process if it still runs, and return a string with its exit code or the signal that ended it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)
         self.process.kill()
@@ -315,7 +322,10 @@ def announcing(plain: Callable[..., Any], connection: Connection, busy: threadin
 
 
 def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any], Any]) -> Any:
-    """Call the function, and return what ``checked`` makes of its result, or a Failure if it raises an exception."""
+    """Call the function, pass its result to ``checked``, and return the result of ``checked``.
+
+    If one of the two raises an exception, return a Failure.
+    """
     try:
         return checked(function(*call))
     except (Exception, SystemExit) as error:
@@ -323,9 +333,9 @@ def result_of(function: Callable[..., Any], call: tuple, checked: Callable[[Any]
 
 
 def text_of(value: Any) -> str | None | Failure:
-    """Return ``value`` if it is a text or None, and a Failure otherwise.
+    """Return ``value`` if it is a string or None, and a Failure otherwise.
 
-    Raises UnicodeError if the text has lone surrogates.
+    Raises UnicodeError if the string has lone surrogates.
     """
     if isinstance(value, str):
         return value.encode().decode()  # a plain str, even if the value has a class of the user's file
