@@ -1,8 +1,8 @@
 """Chooses and starts the device that the code runs on, and corrects Megatron for it. kernels.py has the operations.
 
 The code has run on CPUs and on one GPU (docs/gpu.md). The code for the NPU has run only on an imitation of the device
-(tests/support/fake_npu.py). parallel_setup.open_world calls the start-up in this order, which matters: set_environment
--> resolve (torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
+(tests/support/fake_npu.py). The order of the start-up in parallel_setup.open_world matters: set_environment -> resolve
+(torch_npu) -> adapt (MindSpeed, before Megatron) -> select (set_device) -> make_deterministic -> the groups.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 def set_environment(name: str, deterministic: bool) -> None:
     """Set the environment variables that must exist before the first operation; ``name`` is as in `resolve`.
 
-    Existing values are kept. Raises InputError if one of them contradicts train.deterministic.
+    Existing values are kept. Raises InputError if an existing value contradicts train.deterministic.
     """
     # torch asks Linux for huge pages for large tensors, which keeps the heap of a CPU run smaller.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -57,8 +57,8 @@ def resolve(name: str) -> torch.device:
     """Return the device for `device: auto | npu | cuda | cpu`; auto is the first of npu, cuda and cpu that exists.
 
     The first answer for a name is cached, because torch.cuda means the NPU after MindSpeed is imported. Raises
-    InputError if the device cannot be used. With auto it is also raised if torch_npu is installed but does not work,
-    because a user who has installed it does not want to train on the CPU.
+    InputError if the device cannot be used. With auto, it is also raised if torch_npu is installed but does not work. A
+    user who has installed torch_npu does not want to train on the CPU.
     """
     if name == "npu" or (name == "auto" and importlib.util.find_spec("torch_npu")):
         _open_npu(name)
@@ -92,14 +92,14 @@ def _visible(kind: str) -> str:
 
 @functools.cache  # once per process
 def adapt(device: torch.device) -> None:
-    """Redirect Megatron's CUDA calls to the NPU. Raises RuntimeError if Megatron is imported already.
+    """Redirect Megatron's CUDA calls to the NPU. On other devices, do nothing.
 
-    If MindSpeed is installed, its adaptor does this. Ascend tests Megatron with MindSpeed, which may correct faults
-    that we have not seen. MindSpeed is not required, because our model needs only two of its corrections. Calls of
-    torch.cuda must go to torch.npu; without MindSpeed, transfer_to_npu of torch_npu redirects them. torch.compile must
-    do nothing while Megatron is imported; import_megatron ensures this. Norms, attention, rotary embedding and experts
-    are our own, and model/megatron_model.py switches off Transformer Engine, apex and the CUDA kernels that MindSpeed
-    replaces.
+    If MindSpeed is installed, its adaptor redirects them. Ascend tests Megatron with MindSpeed, which may correct
+    faults that we have not seen. MindSpeed is not required, because our model needs only two of its corrections. Calls
+    to torch.cuda must go to torch.npu; without MindSpeed, transfer_to_npu of torch_npu redirects them. torch.compile
+    must do nothing while Megatron is imported; import_megatron ensures this. Norms, attention, rotary embedding and
+    experts are our own, and model/megatron_model.py switches off Transformer Engine, apex and the CUDA kernels that
+    MindSpeed replaces. Raises RuntimeError if Megatron, or with MindSpeed also transformers, is imported already.
     """
     if device.type != "npu":
         return
@@ -141,7 +141,7 @@ def _remove_dummies() -> None:
 
 
 def select(device: torch.device) -> None:
-    """Make the visible device with number LOCAL_RANK the current one. Raises InputError if it does not exist.
+    """Make the visible device with number LOCAL_RANK the current device. Raises InputError if it does not exist.
 
     On a GPU, this also switches off cuDNN's attention.
     """
@@ -162,10 +162,10 @@ def select(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def internal_formats_restored(device: torch.device) -> Iterator[None]:
-    """Restore, at the end of this block, torch_npu's setting that says whether it may tile tensors.
+    """Restore torch_npu's setting for tiled tensors at the end of this block.
 
-    Importing vllm-ascend allows this for the whole process, including the trainer. The effect on the trainer is not
-    known.
+    The setting decides whether torch_npu may tile tensors. Importing vllm-ascend allows tiling for the whole process,
+    including the trainer. The effect on the trainer is not known.
     """
     if device.type != "npu":
         yield
@@ -178,7 +178,7 @@ def internal_formats_restored(device: torch.device) -> Iterator[None]:
 
 
 def name(device: torch.device) -> str:
-    """Return the driver's name of this rank's device, or "cpu" for a CPU."""
+    """Return the driver's name for this rank's device, or "cpu" for a CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name()
 
 
@@ -254,7 +254,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
 def group_options(device: torch.device, name: str):
     """Return options for Megatron's process group ``name``, which set the size of its HCCL buffer.
 
-    The result is None on devices other than NPUs, and for groups that HCCL_BUFFER_MIB does not have.
+    The result is None on devices other than NPUs, and for groups that are not in HCCL_BUFFER_MIB.
     """
     if device.type != "npu" or name not in HCCL_BUFFER_MIB:
         return None
@@ -295,11 +295,11 @@ DISTRIBUTED_TENSORS = "torch.distributed._tensor"
 def import_megatron(device: torch.device) -> None:
     """Import the parts of Megatron that the model needs, and correct its assumptions that are wrong on ``device``.
 
-    At its import, Megatron decorates functions with torch.compile, which loads torch's compiler. That takes a second,
-    for kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the import. A fake
-    replaces each module in UNUSED. triton itself is not replaced, because torch would use a fake triton as the real
-    one. Megatron works without torch's distributed tensors, so its import of them is made to fail, which saves time.
-    Code that imports them after this function gets the real ones.
+    At its import, Megatron decorates functions with torch.compile, which loads torch's compiler. This takes a second,
+    and serves only kernels that we switch off and that an NPU cannot run. So torch.compile does nothing during the
+    import. A fake replaces each module in UNUSED. triton itself is not replaced, because torch would use a fake triton
+    as if it were real. Megatron works without torch's distributed tensors, so this function makes Megatron's import of
+    them fail, which saves time. Code that imports them later gets the real modules.
     """
     if device.type == "cpu":
         redirect_cuda()
@@ -331,9 +331,9 @@ class _NoStream:
 
 
 def redirect_cuda() -> None:
-    """Redirect megatron.core's calls of torch.cuda to the CPU.
+    """Redirect megatron.core's torch.cuda calls to the CPU.
 
-    megatron.core makes them when it is imported, and when it builds or runs a model.
+    megatron.core makes these calls when it is imported, and when it builds or runs a model.
     """
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _NoStream
@@ -379,7 +379,7 @@ def _permute(
 
     Megatron's version finds the rows by masked_select, twice. Each time the host waits for the number of rows, although
     it is known, because all tokens have the same number k of experts. ``more`` has the other results that Megatron
-    expects.
+    expects. n is the number of tokens, h the hidden size, and E the number of experts.
 
     (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order
     """
@@ -396,7 +396,7 @@ def _permute(
 
 
 def keep_row_counts_on_device(dispatcher) -> None:
-    """Make a dispatcher pass on the rows, which are already sorted by expert, and their counts.
+    """Make ``dispatcher`` pass on the rows, already sorted by expert, and the number of rows per expert.
 
     This is only for a model without expert parallelism. Megatron's version copies the counts to the host, waits for
     them, and sorts the rows again.

@@ -4,7 +4,8 @@ The CPU code has run, and the CUDA code on one H200 (docs/gpu.md). The NPU code 
 torch_npu (tests/support/fake_npu.py), and with the real torch_npu on tensors without data (tests/machines/test_npu.py).
 
 The models of facts/architectures.py satisfy the documented rules of these kernels, which the imitation checks at each
-call. N is the number of rows, E of local experts, h the input width, and o the output width.
+call. N is the number of rows, E the number of local experts, h the input width, and o the output width. In attention, b
+is the number of sequences in a batch, T their length in tokens, and d the size of a head.
 """
 
 import functools
@@ -54,9 +55,10 @@ def grouped_mm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, ends: Tenso
 def quantised_grouped_mm(x: Tensor, packed: Packed, tokens_per_expert: Tensor) -> Tensor:
     """Multiply row block e of ``x`` by the transpose of the frozen int4 matrix e.  (N, in) -> (N, out)
 
-    Forward and backward dequantise at most PIECE bytes at a time: some rows or columns of all experts. If a piece had
-    whole matrices of some experts, the CPU would need the numbers of their rows, and would wait for the device. The NPU
-    kernels that accept int4 codes have no backward pass for scales per group, so all devices multiply with grouped_mm.
+    The forward and backward passes dequantise at most PIECE bytes at a time: some rows or columns of all experts. If a
+    piece had whole matrices of some experts, the CPU would need the row counts of these experts, and would wait for the
+    device. The NPU kernels that accept int4 codes have no backward pass for scales per group, so all devices multiply
+    with grouped_mm.
     """
     return _QuantisedGroupedMatmul.apply(x, packed, tokens_per_expert)
 
@@ -77,7 +79,7 @@ class _QuantisedGroupedMatmul(torch.autograd.Function):
 def _grouped_mm_takes(weight: Tensor) -> bool:
     """Return whether torch's kernel accepts ``weight``.
 
-    Its rows and columns must be multiples of 16 bytes, and on CUDA it must be bf16.
+    Each row and each column must be a multiple of 16 bytes long, and on CUDA the dtype must be bf16.
     """
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
@@ -120,7 +122,7 @@ def _npu_grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight, with the mean square in fp32 as in transformers.  (..., h) -> (..., h)
 
-    For bf16 ``x`` the product with the weight is rounded once, so a weight that bf16 can represent gives the same bits
+    For bf16 ``x`` the product with the weight is rounded once. So a weight that bf16 can represent gives the same bits
     in fp32 and bf16.
     """
     if x.device.type == "npu" and x.dtype == weight.dtype:  # other pairs of types use the formula
@@ -226,7 +228,7 @@ def _summed(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 class Sequences(NamedTuple):
-    """S sequences, concatenated. Each one has keys for all of its tokens, and queries only for its last tokens."""
+    """S sequences, concatenated. Each sequence has keys for all of its tokens, but queries only for its last tokens."""
 
     query_ends: Tensor  # (S + 1,) int32, from 0
     key_ends: Tensor  # (S + 1,) int32, from 0
@@ -235,7 +237,7 @@ class Sequences(NamedTuple):
 
 
 def sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
-    """Return sequences with these numbers of queries and keys."""
+    """Return the Sequences that have these numbers of ``queries`` and ``keys``."""
     query_ends, key_ends = (
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
     )
@@ -255,7 +257,7 @@ def takes_sequences(query: Tensor) -> bool:
 def _varlen_attention() -> Callable[..., Tensor] | None:
     """Return torch's attention for sequences of different lengths, or None before torch 2.11.
 
-    2.11 accepts fewer key/value heads than heads without a flag; later versions need the flag.
+    If there are fewer key/value heads than query heads, versions after 2.11 need a flag.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -270,7 +272,8 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale: float) -> Tensor:
     """Compute causal attention within each sequence, without a mask or padding.
 
-    takes_sequences must be true for ``query``. The last query of a sequence sees all of the sequence's keys.
+    takes_sequences must be true for ``query``. The last query of a sequence sees all of the sequence's keys. Tq and Tk
+    are the numbers of queries and keys in all sequences together.
 
     (Tq, heads, d), (Tk, kv heads, d) twice -> (Tq, heads, d)
     """
@@ -280,17 +283,17 @@ def sequence_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seq
 def sortable(numbers: Tensor) -> Tensor:
     """Return integers below 2^24 in a dtype that their device can sort.
 
-    An NPU sorts int64 on the host's CPU. So on an NPU they become fp32, which is exact for these numbers, as in
-    MindSpeed's permute (moe_utils.py).
+    An NPU sorts int64 on the host's CPU. So on an NPU the integers are converted to fp32, which is exact for these
+    numbers, as in MindSpeed's permute (moe_utils.py).
     """
     return numbers.float() if numbers.device.type == "npu" else numbers
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index]. ``index`` may contain a number several times.  (M, ...), (K,) -> (K, ...)
+    """Return x[index]. ``index`` may repeat a row number.  (M, ...), (K,) -> (K, ...)
 
-    On a GPU, the gradients for the same number are summed in fp32 and in a fixed order, because index_put_ sorts them.
-    The backward pass of index_select would add them in any order.
+    On a GPU, the gradients for the same row are summed in fp32 and in a fixed order, because index_put_ sorts the row
+    numbers. The backward pass of index_select would add them in any order.
     """
     return _Take.apply(x, index) if on_gpu(x.device) else x.index_select(0, index)
 
@@ -333,7 +336,7 @@ def _torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
     """Repeat each key/value head for its query heads.  (b, kv heads, T, d) -> (b, heads, T, d)
 
-    The backward pass of expand sums in a fixed order.
+    The backward pass of expand sums the gradients in a fixed order.
     """
     b, kv_heads, tokens, d = x.shape
     return x[:, :, None].expand(b, kv_heads, heads // kv_heads, tokens, d).flatten(1, 2)
@@ -341,7 +344,7 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 
 @functools.cache
 def _causal_mask(device: torch.device) -> Tensor:
-    """Return the mask that sparse_mode 2 needs, whatever T is. It is true where a query must not attend.
+    """Return the mask that sparse_mode 2 needs for every T. It is true where a query must not attend.
 
     -> (2048, 2048)
     """
@@ -352,7 +355,8 @@ def _causal_mask(device: torch.device) -> Tensor:
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
     """Compute attention where ``mask``, a result of attention_mask, allows it.
 
-    Every query must see at least one key; otherwise its result is undefined.
+    Every query must see at least one key; otherwise its result is undefined. S and T are the numbers of queries and
+    keys.
 
     (b, heads, S, d), (b, kv heads, T, d) twice, (b, 1, S, T) -> (b, heads, S, d)
     """
@@ -364,8 +368,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
 def attention_mask(hidden: Tensor) -> Tensor:
     """Return the mask that masked_attention needs; ``hidden`` is true where a query must not attend.
 
-    On an NPU the mask is bool. With any other mask, op-plugin would compute attention by its formula, in fp32. On other
-    devices it is fp32, with -inf where a query must not attend; a layer in bf16 casts it.
+    On an NPU the mask is bool. With a mask of any other dtype, torch_npu's op-plugin would compute attention by its
+    formula, in fp32. On other devices it is fp32, with -inf where a query must not attend; a layer in bf16 casts it.
     """
     if hidden.device.type == "npu":
         return hidden
@@ -373,7 +377,7 @@ def attention_mask(hidden: Tensor) -> Tensor:
 
 
 def _npu_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor, sparse_mode: int) -> Tensor:
-    """Call torch_npu's kernel, which has its own backward pass."""
+    """Call torch_npu's attention kernel, which has its own backward pass."""
     return _npu().npu_fusion_attention(
         query.contiguous(),
         key.contiguous(),

@@ -27,7 +27,7 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the matrix that this represents."""
+        """The type of the matrices that the codes represent."""
         return self.scales.dtype
 
     @property
@@ -40,10 +40,11 @@ class Packed:
         return Packed(self.codes[experts], self.scales[experts])
 
     def pieces(self, most_bytes: int, *, along_out: bool) -> Iterator["Packed"]:
-        """Yield views that cover the matrices in order. A view has some rows (``along_out``) or columns of all experts.
+        """Yield views that cover the matrices in order.
 
-        The dequantised matrices of a view take at most ``most_bytes`` together. If ALIGNED rows or columns take more, a
-        view has ALIGNED of them.
+        A view has some rows of all experts if ``along_out`` is true, and otherwise some columns. The dequantised
+        matrices of a view take at most ``most_bytes`` together. If ALIGNED rows or columns take more, a view has
+        ALIGNED of them.
         """
         experts, out, inputs = self.shape
         whole, across = (out, inputs) if along_out else (inputs, out)
@@ -63,9 +64,10 @@ class Packed:
         self.scales.copy_(other.scales)
 
     def checked(self, name: str) -> "Packed":
-        """Return self. Raises InputError with ``name`` if a scale or a possible weight is not finite.
+        """Return self. Raises InputError if a scale or a possible weight is not finite.
 
-        The largest possible weight is -8 times its scale, because the lowest code means -8.
+        The message begins with ``name``. The possible weight of largest magnitude is -8 times its scale, because the
+        lowest code means -8.
         """
         if not (self.scales.float() * 8).to(self.dtype).isfinite().all():
             raise InputError(
@@ -77,7 +79,7 @@ class Packed:
     def dequantised(self) -> Tensor:
         """Return the matrices, computed in fp32 and rounded once.  -> (..., out, in)
 
-        The codes are separated from bytes, because a CPU takes three times as long to separate them from int32.
+        The codes are unpacked from bytes, because a CPU takes three times as long to unpack them from int32.
         """
         pairs = self.codes.view(torch.uint8)
         values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).float().sub_(8)
@@ -114,7 +116,7 @@ def quantise(weight: Tensor) -> Packed:
 
 
 def frozen(base: dict[str, Tensor], name: str, dtype: torch.dtype, quantisation: str) -> Tensor:
-    """Return the whole frozen tensor ``name`` of the model ``base`` as the trainer has it.
+    """Return the whole frozen tensor ``name`` of the model ``base`` with the values that the trainer uses.
 
     ``quantisation`` is model.quantisation. If it is not none, an expert is quantised and dequantised.
     """

@@ -2,7 +2,7 @@
 
     python launch/first_code.py --standalone --nproc_per_node=2 train_grpo.py configs/tiny_cpu.yaml
 
-It prints no traceback of torchrun, because the ranks print their own errors. If a signal ended the rank or this
+It prints no traceback from torchrun, because the ranks print their own errors. If a signal ended the rank or this
 process, the exit code is 128 + the signal's number. A signal that is ignored at the start, such as HUP under nohup,
 stays ignored. The run_*.sh scripts start this file.
 """

@@ -2,8 +2,9 @@
 
     python preflight.py CONFIG --calibrate TIMING
 
-The seconds of sampling give the least time that a layer needs in a decode step. The seconds of the trainer's passes
-give the share of the device's peak that training reaches. Nothing here imports torch.
+The first constant is the least time that a layer needs in a decode step. It follows from the seconds of sampling. The
+second constant is the share of the device's peak arithmetic that training reaches. It follows from the seconds of the
+trainer's passes. Nothing here imports torch.
 """
 
 import dataclasses
@@ -30,10 +31,10 @@ READ = {*NEEDED, *TRAINING, "perf/tokens_per_s"}
 
 
 def read(path: Path) -> dict[str, float]:
-    """Return the median of each metric of READ over the steps in a run's timing.jsonl.
+    """Return the median of each metric in READ over the steps in a run's timing.jsonl.
 
-    The first step is left out if there are others, because it includes the start-up. Raises InputError if the file does
-    not exist or lacks one of the metrics NEEDED.
+    The first step is left out if there are more steps, because it includes the start-up. Raises InputError if the file
+    does not exist or lacks a metric in NEEDED.
     """
     if not path.is_file():
         raise InputError(f"--calibrate: there is no file {path}; give the timing.jsonl of a run")
@@ -52,7 +53,7 @@ def read(path: Path) -> dict[str, float]:
 def completion_tokens(rollout: RolloutConfig, timing: dict[str, float]) -> float:
     """Return the mean number of tokens per completion, computed from the sampled tokens per second.
 
-    The result is at most rollout.max_new_tokens, which is also the result if ``timing`` has no tokens per second.
+    The result is at most rollout.max_new_tokens. If ``timing`` lacks perf/tokens_per_s, the result is this limit.
     """
     longest, sequences = rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
     sampled = timing.get("perf/tokens_per_s", math.inf) * timing["timing/step_s"] / sequences
@@ -60,10 +61,12 @@ def completion_tokens(rollout: RolloutConfig, timing: dict[str, float]) -> float
 
 
 def calibrated(cfg: Config, ranks: int, setting: Setting, timing: dict[str, float]) -> Setting:
-    """Return ``setting`` with the two constants chosen so that the plan of ``cfg`` takes the measured seconds.
+    """Return ``setting`` with the two constants chosen so that the plan of ``cfg`` predicts the measured seconds.
 
-    The constants follow from a plan without overhead, in which arithmetic runs at the peak and traffic takes additional
-    time. They stay physically possible: the share of the peak is at most 1, and the seconds are not negative.
+    ``timing`` is the result of `read`. The constants follow from a plan without overhead, in which arithmetic runs at
+    the peak and traffic takes additional time. Their values stay physically possible: the share of the peak is at most
+    1, and the seconds are not negative. Raises InputError for a CPU. If a rule refuses the layout, ``setting`` is
+    returned unchanged.
     """
     if setting.device == "cpu":
         raise InputError("--calibrate: the plan of a CPU has no measured constants; set device to npu or cuda")

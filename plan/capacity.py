@@ -24,11 +24,12 @@ def max_sequences(
 ) -> int:
     """Return the largest number of rows that an engine decodes together.
 
-    For vLLM, this is the number of rows of a step or of an evaluation, whichever is larger. MOST_SEQUENCES limits it,
-    and so does the key-value cache, which must hold every row at its full length. Otherwise vLLM would drop a row for
-    which it has no space, and compute it again later. The samples of a prompt share its keys and values.
-    The embedded sampler makes a cache for each wave instead. A wave has at most MOST_SEQUENCES rows, or all samples of
-    one prompt if these are more. ``prompt_tokens`` is the length of the longest prompt.
+    For vLLM, this is the number of rows in a step or in a batch of an evaluation, whichever is larger. MOST_SEQUENCES
+    limits it, and so does the key-value cache, which must hold every row at its full length. Otherwise vLLM would drop
+    a row for which it has no space, and compute it again later. The samples of a prompt share its keys and values.
+    The embedded sampler makes a cache for each wave, the rows that it decodes together. A wave has at most
+    MOST_SEQUENCES rows, or all samples of one prompt if there are more of them. ``prompt_tokens`` is the length of the
+    longest prompt.
     """
     if not rollout.kind.reserves:
         return max(MOST_SEQUENCES, rollout.group_size, evaluation.samples)

@@ -2,11 +2,11 @@
 
     python preflight.py --doctor [CONFIG] [section.key=value ...] [--ranks N] [--json]
 
-Each line of the output is ok, warn or fail. It says what was found, and after warn or fail also what is needed and what
-to do. The exit code is 0 without a fail, 1 with a fail, and 2 if the configuration cannot be used. The tables QUICK and
-SLOW have a row for each check. Their rules come from the documentation, sources and issue trackers of CANN, torch_npu,
-MindSpeed and vllm-ascend. The tests plant faults; nothing here has been run on an NPU yet. Nothing here imports torch:
-a separate process queries the devices.
+Each line of the output begins with ok, warn or fail, and says what was found. After warn or fail, it also says what is
+needed and what to do. The exit code is 0 if no line begins with fail, 1 if a line does, and 2 if the configuration
+cannot be used. The tables QUICK and SLOW have a row for each check. Their rules come from the documentation, sources
+and issue trackers of CANN, torch_npu, MindSpeed and vllm-ascend. The tests plant faults; nothing here has been run on
+an NPU yet. Nothing here imports torch: a separate process queries the devices.
 """
 
 import contextlib
@@ -52,9 +52,10 @@ print(json.dumps([module.mem_get_info(i) for i in range(module.device_count())])
 
 @dataclass
 class Machine:
-    """This machine, and the run that is planned on it: its configuration ``run``, with ``ranks`` processes here.
+    """This machine and the run that is planned on it.
 
-    The methods from ``version`` on query the system. Tests replace them to describe a machine of their choice.
+    ``run`` is the configuration of the run, and ``ranks`` the number of its processes on this machine. The method
+    ``version`` and those after it query the system. Tests replace these methods to describe a machine of their choice.
     """
 
     run: Config | None = None
@@ -66,7 +67,8 @@ class Machine:
     def kind(self) -> str:
         """The kind of device: npu, cuda or cpu.
 
-        It is the device in the configuration, or with auto the one whose files or software are present.
+        It is the configured device. Without a configuration, or with `device: auto`, it is npu if ASCEND_HOME_PATH is
+        set, and otherwise the kind whose device files are in /dev. If there are no such files, it is cpu.
         """
         device = self.run.device if self.run else "auto"
         if device == "auto" and "ASCEND_HOME_PATH" in self.env:
@@ -81,7 +83,8 @@ class Machine:
     def words(self) -> set[str]:
         """The words that describe this machine and its run, for comparison with Row.device.
 
-        They are npu, cuda or cpu, and those of accelerator, machines, run, vllm and graphs that apply.
+        They are the kind of device (npu, cuda or cpu), and those of the words accelerator, machines, run, vllm and
+        graphs that apply.
         """
         run = self.run
         vllm = run is not None and "vllm" in run.rollout.kind.packages
@@ -98,7 +101,7 @@ class Machine:
     def devices_wanted(self) -> int:
         """The number of devices that must be present: one per rank.
 
-        Without ``ranks``, it is 16 on a machine with more than half of a server's 16 dies, and otherwise 1.
+        Without ``ranks``, the number is 16 on a machine with more than half of a server's 16 dies, and otherwise 1.
         """
         return self.ranks or (DIES if len(self.dies) > DIES // 2 else 1)
 
@@ -110,7 +113,7 @@ class Machine:
             return ""
 
     def number(self, name: str, unset: str) -> int:
-        """Return the whole number in the variable ``name``, or in ``unset`` if the variable is not set.
+        """Return the whole number in the environment variable ``name``, or in ``unset`` if the variable is not set.
 
         If the text is not a whole number, return -1.
         """
@@ -120,9 +123,9 @@ class Machine:
     def version(self, name: str) -> str | None:
         """Return the version of a package, of Python or of CANN.
 
-        Return None if it is not installed, and "?" if only its folder is found, without a version. For torch, return
-        the version in torch/version.py. In that file, a build for CUDA has a suffix such as "+cu128", which the wheel's
-        version may lack.
+        Return None if it is not installed, and "?" if Python finds a folder with its name but no version. For torch,
+        return the version in torch/version.py. In that file, a build for CUDA has a suffix such as "+cu128", which the
+        wheel's version may lack.
         """
         if name == "Python":
             return platform.python_version()
@@ -144,7 +147,10 @@ class Machine:
         return version[1] if version else None
 
     def package_file(self, package: str, name: str) -> str:
-        """Return the content of a file of an installed package without importing it, or "" if there is none."""
+        """Return the content of the file ``name`` of an installed package, or "" if there is no such file.
+
+        The package is not imported.
+        """
         spec = importlib.util.find_spec(package)
         folders = spec.submodule_search_locations if spec else None
         paths = [Path(folder, name) for folder in folders or ()]
@@ -153,7 +159,7 @@ class Machine:
     def command(self, words: Sequence[str], seconds: float = 120) -> tuple[int, str]:
         """Run a program and return its exit code and output.
 
-        The exit code is 127 if there is no such program, and 124 if it runs for more than ``seconds``.
+        The exit code is 127 if there is no such program, and 124 if the program runs for more than ``seconds``.
         """
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, errors="replace")
@@ -208,7 +214,10 @@ def setting(name: str, is_right: Callable[[str], bool], machine: Machine) -> Fou
 
 
 def seconds(name: str, least: int, most: int, machine: Machine) -> Found:
-    """Check that a time-out that launch/npu_env.sh sets is between ``least`` and ``most`` seconds."""
+    """Check that the time-out in the variable ``name`` is between ``least`` and ``most`` seconds.
+
+    launch/npu_env.sh sets this variable if the user does not.
+    """
     unset = variables.when_unset(name)
     return least <= machine.number(name, unset) <= most, machine.env.get(name, f"not set, so {unset}")
 
@@ -234,9 +243,10 @@ def cann_home(machine: Machine) -> Found:
 
 
 def version_set(machine: Machine) -> dict[str, tuple[str, ...]]:
-    """Return the versions of packages that belong together.
+    """Return a set of package versions that belong together.
 
-    On an NPU this is the first set that has the installed version of vLLM, or the first of all sets if none has it.
+    On a GPU this is CUDA_SET. Otherwise, it is the first of VERSION_SETS that has the installed version of vLLM, or the
+    very first if none has it.
     """
     if machine.kind == "cuda":
         return variables.CUDA_SET
@@ -324,7 +334,7 @@ def dies_are_neighbours(machine: Machine) -> Found:
 
 
 def devices(machine: Machine) -> Found:
-    """Check that torch finds enough devices, and that other programs use at most 4 GiB of each."""
+    """Check that torch finds enough devices, and that other programs use at most 4 GiB of each device."""
     code, output = machine.command([sys.executable, "-c", DEVICE_MEMORY, machine.kind])
     if code:
         return False, f"torch cannot open them: {last_line(output)}"
@@ -370,9 +380,9 @@ def own_address(machine: Machine) -> Found:
 def interface(name: str, machine: Machine) -> Found:
     """Check that this machine has a network interface that the variable ``name`` allows.
 
-    HCCL accepts every interface whose name begins with a given name. With "=" at the beginning, and always for gloo,
-    the names must be equal. With "^" at the beginning, the names are excluded. Then the check passes, as it does if the
-    variable is not set.
+    HCCL accepts every interface whose name begins with a given name. If the variable's value begins with "=", and
+    always for gloo, the names must be equal. If the value begins with "^", the names are excluded, and the check
+    passes. The check also passes if the variable is not set.
     """
     text = machine.env.get(name, "")
     names = tuple(text.removeprefix("=").split(","))
@@ -482,7 +492,7 @@ def disk(machine: Machine) -> Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output: ``level`` (ok, warn or fail), the thing examined, the state found, and the remedy."""
+    """One line of the output: ``level`` (ok, warn or fail), the thing examined, its state, and the remedy."""
 
     level: str
     what: str
@@ -498,7 +508,7 @@ class Row:
     """A check for machines to which all words of ``device`` apply.
 
     If the check does not pass, its line begins with ``level``, which is warn or fail. Rows with the same ``what`` share
-    one line of the output. Each of them is checked only if those before it passed.
+    one line of the output. Each of these rows is checked only if the rows before it passed.
     """
 
     device: str
@@ -812,7 +822,10 @@ SLOW = (
 
 
 def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
-    """Return a finding for each ``what``: that of the first row that is not ok, or of the last row if all are ok."""
+    """Return one finding for each ``what``.
+
+    It is the finding of the first row whose check does not pass, or of the last row if all checks pass.
+    """
     findings: dict[str, Finding] = {}
     for row in rows:
         is_right_so_far = row.what not in findings or findings[row.what].level == "ok"
@@ -822,7 +835,7 @@ def examine(machine: Machine, rows: Sequence[Row]) -> list[Finding]:
 
 
 def quick(cfg: Config) -> None:
-    """Print every finding of QUICK that is not ok to stderr.
+    """Print to stderr every finding of QUICK that is not ok.
 
     One process on each machine does this at the start of a run.
     """
@@ -835,7 +848,7 @@ def quick(cfg: Config) -> None:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Print the findings about this machine, and about a run on it if its configuration is given.
+    """Print the findings about this machine, and about a run on it if the command line names its configuration.
 
     Returns the exit code.
     """

@@ -1,8 +1,8 @@
 """Computes which ranks form which groups, for any number of ranks. Nothing here imports torch.
 
-Ranks have Megatron's order: the ranks of a tensor group are neighbours, and then comes the data dimension. For the
-experts, the ranks of an expert group are neighbours, and then comes expert_data. A rollout replica consists of
-rollout.tensor neighbouring ranks.
+Ranks are in Megatron's order. The ranks of a tensor group are neighbours, and neighbours in a data group are ``tensor``
+ranks apart. In the same way, the ranks of an expert group are neighbours, and neighbours in an expert_data group are
+``expert`` ranks apart. A rollout replica consists of rollout.tensor neighbouring ranks.
 tests/rooms/plan/test_estimates.py compares the groups with those that Megatron creates.
 """
 
@@ -38,7 +38,7 @@ class RankGrid:
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """The size of each kind of group, and the distance between neighbouring ranks in it."""
+        """For each kind of group, its size and the distance between neighbouring ranks in the group."""
         return {
             "tensor": (self.tensor, 1),
             "data": (self.data, self.tensor),
@@ -48,7 +48,7 @@ class RankGrid:
         }
 
     def away(self, kind: str) -> float:
-        """Return the share of a rank's messages that leave its node.
+        """Return the share of a rank's messages in its group of this ``kind`` that leave the rank's node.
 
         This assumes that the rank sends the same number of bytes to every other rank of its group.
         """
@@ -64,7 +64,7 @@ WHOLE = RankGrid(1, 1, 1, 1, 1)  # one rank that holds everything
 
 
 def of(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int, ranks_per_node: int = 2**30) -> RankGrid:
-    """Return the grid of ``ranks`` ranks. The torch engine has a copy of the model on each rank."""
+    """Return the grid of ``ranks`` ranks. The embedded sampler has a copy of the model on each rank."""
     tensor = rollout.replica_ranks
     expert = ranks if rollout.expert_parallel and rollout.kind.splits else tensor
     return RankGrid(ranks, parallel.tensor, parallel.expert, tensor, expert, ranks_per_node)

@@ -72,9 +72,10 @@ def activations(
 ) -> Activations:
     """Return the bytes that a micro-batch of ``tokens`` tokens needs. The head gets ``scored`` of these tokens.
 
-    ``tokens`` is rows x padded length. With ``recompute``, only the input of each layer is kept. The tensors of a layer
-    exist again while the layer is differentiated. ``mask`` has the bytes of the attention mask of packed rows. The
-    first number is for a pass that keeps the mask for the backward pass, the second for a pass that does not.
+    ``tokens`` is rows x padded length. ``element`` is the number of bytes per element, and ``imbalance`` is as in
+    IMBALANCE. With ``recompute``, only the input of each layer is kept. The backward pass computes a layer's other
+    tensors again. ``mask`` has the bytes of the attention mask of packed rows. The first number is for a pass that
+    keeps the mask for the backward pass, the second for a pass that does not.
     """
     h, s = arch.hidden_size, tokens // layout.tensor
     rows = s * arch.experts_per_token * (imbalance if layout.expert > 1 else 1)  # N
@@ -109,7 +110,7 @@ def activations(
 def _widest(
     arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
 ) -> tuple[float, float]:
-    """Return the most bytes of temporary tensors in a layer.
+    """Return the largest number of bytes that the temporary tensors of a layer need at one time.
 
     The first number is for a backward pass, the second for a forward pass that keeps nothing for a backward pass.
     """
@@ -130,7 +131,7 @@ def _widest(
 def _kept_by_layer(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float
 ) -> float:
-    """Return the bytes that autograd keeps of one layer for the backward pass.
+    """Return the bytes of the tensors of one layer that autograd keeps for the backward pass.
 
     A frozen linear layer keeps no input. A pair of LoRA factors keeps two tensors.
     """
@@ -205,7 +206,8 @@ def micro_batch_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, ro
 def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tokens: int) -> int:
     """Return the largest number of tokens in one forward pass of a rank with packed rows.
 
-    It is usually smaller than without packing, because model/batches.py counts a packed row as a quarter longer.
+    This number is usually smaller than without packing, because model/batches.py counts a packed row as a quarter
+    longer than it is.
     """
     longest = -(-row_tokens // layout.tensor) * layout.tensor
     padded = micro_batch_tokens(optim, layout, group_size, row_tokens)
@@ -213,10 +215,11 @@ def packed_tokens(optim: OptimConfig, layout: RankGrid, group_size: int, row_tok
 
 
 def _mask(model: ModelConfig, arch: Architecture, tokens: int, row_tokens: int, device: str) -> tuple[int, int]:
-    """Return the bytes of the attention mask of packed rows, with an element for each pair of a token and a position.
+    """Return the bytes of the attention mask of packed rows.
 
-    There are ``tokens`` tokens, and ``row_tokens`` positions in a row. The first number is for a pass that keeps the
-    mask for the backward pass, the second for a pass that does not. A GPU needs no mask in bf16.
+    The mask has an element for each pair of a token and a position. There are ``tokens`` tokens, and ``row_tokens``
+    positions in a row. The first number is for a pass that keeps the mask for the backward pass, the second for a pass
+    that does not. A GPU needs no mask in bf16.
     """
     places = tokens * row_tokens
     if device == "npu":  # one mask of bool
@@ -332,11 +335,12 @@ def step_memory(
 
 
 def _push(cfg: Config, arch: Architecture, layout: RankGrid, stacks_filled: bool, shared: bool) -> tuple[int, int]:
-    """Return two numbers: the bytes of the largest group of tensors in the first push, and all bytes of a later push.
+    """Return the bytes that a rank needs for a push, as two numbers.
 
-    An engine takes all tensors of a fused group at the same time. The largest group is all experts of a layer, or this
-    rank's experts if the engine uses the trainer's shards. ``stacks_filled`` is Way.fills_stacks. If ``shared`` is
-    true, the merged experts are in the engine's memory.
+    The first number is for the largest group of tensors in the first push, the second for the whole of a later push. An
+    engine takes all tensors of a fused group at the same time. The largest group is the embedding or all experts of a
+    layer. If the engine uses the trainer's shards, it is this rank's experts of a layer. ``stacks_filled`` is
+    Way.fills_stacks. If ``shared`` is true, the merged experts are in the engine's memory.
     """
     element, h = ELEMENT_BYTES[cfg.model.dtype], arch.hidden_size
     experts = arch.num_experts * h * arch.expert_ffn_size * element  # one matrix of all experts of a layer

@@ -12,7 +12,7 @@ from plan.way import Way
 
 
 def on_rank(module: Module, layout: RankGrid) -> tuple[int, int, int]:
-    """Return how many copies (experts) of a module a rank of the trainer has, and the rows and columns of each."""
+    """Return the number of copies (experts) of a module on a trainer rank, and the rows and columns of each copy."""
     return (
         module.copies // layout.expert if module.kind == "experts" else 1,
         module.out_size // (layout.tensor if module.split == 0 else 1),
@@ -34,7 +34,7 @@ def base_parameters(arch: Architecture, layout: RankGrid) -> int:
 def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
     """Count the engine's parameters on one rank.
 
-    A rank has some of the routed experts or a part of each one, and a part of the other weights.
+    A rank has some of the routed experts or a part of each expert, and a part of the other weights.
     """
     experts = sum(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.expert_ffn_size
     ranks = layout.engine_tensor
@@ -45,7 +45,7 @@ def engine_parameters(arch: Architecture, layout: RankGrid) -> int:
 def base_bytes(arch: Architecture, layout: RankGrid, element: int, quantisation: str) -> tuple[int, int]:
     """Return the bytes of the frozen weights on a trainer rank, and those of the part that is dequantised at one time.
 
-    This part exists in fp32 and in the model's dtype together. Without quantisation, its size is 0.
+    This part exists in fp32 and in the model's dtype at the same time. Without quantisation, its size is 0.
     """
     whole = base_parameters(arch, layout) * element
     if quantisation == "none":
@@ -71,7 +71,7 @@ def checkpoint_bytes(arch: Architecture, lora: LoraConfig, staleness: int) -> in
 
 
 def adapter_size(lora: LoraConfig, layout: RankGrid, module: Module) -> int:
-    """Count a module's trainable parameters on one rank: R x (inputs + outputs) for each pair of factors."""
+    """Count a module's trainable parameters on one rank: R x (inputs + outputs) for a pair of factors of rank R."""
     copies, rows, columns = on_rank(module, layout)
     return copies * lora.rank_of(module.kind == "experts") * (rows + columns) * (module.target in lora.targets)
 
@@ -90,7 +90,7 @@ def shared_experts(way: Way, arch: Architecture) -> tuple[int, int]:
 
 
 def merged_by_target(arch: Architecture, lora: LoraConfig, layout: RankGrid, is_moe: bool, experts: bool) -> list[int]:
-    """Return how many parameters of one layer each of lora.targets adapts on one rank.
+    """Return the number of parameters that each of lora.targets adapts in one layer on one rank.
 
     Routed experts count only if ``experts`` is true.
     """
@@ -126,7 +126,7 @@ def merged_weights(
 
 
 def gathered_by_a_save(arch: Architecture, lora: LoraConfig, device: str) -> int:
-    """Return the most bytes that a save needs on a rank in addition to its shards.
+    """Return the largest number of bytes that a save needs on a rank in addition to the rank's shards.
 
     This is the size of the largest whole factor in fp32. On a CPU it is three times as much, because the host joins the
     shards, and gloo copies the data that it sends and receives.

@@ -53,14 +53,20 @@ class Rows(NamedTuple):
 
 
 def equal_rows(number: float, prompt: float, completion: float, group: float = 1) -> Rows:
-    """Return the work of ``number`` equal rows, with lengths in tokens. ``group`` rows share the work on a prompt."""
+    """Return the work of one pass over ``number`` equal rows.
+
+    ``prompt`` and ``completion`` are lengths in tokens. ``group`` rows share the work on a prompt.
+    """
     tokens = number * (completion + prompt / group)
     pairs = number * (completion * (prompt + completion) + prompt**2 / 2 / group)
     return Rows(tokens, number * max(1, completion), pairs)
 
 
 def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
-    """Return the operations of a forward pass in linear layers, attention and head. Only completions reach the head."""
+    """Return the number of operations of a forward pass, separately for linear layers, attention and head.
+
+    Only completions reach the head.
+    """
     head = 2 * arch.vocab_size * arch.hidden_size
     return {
         "layers": rows.tokens * (2 * active_parameters(arch) - head),
@@ -70,7 +76,10 @@ def forward_flops(arch: Architecture, rows: Rows) -> dict[str, float]:
 
 
 def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
-    """Return the operations of all LoRA factors in a forward pass. A token needs only the factors of its experts."""
+    """Return the number of operations that all LoRA factors need in a forward pass.
+
+    A token needs only the factors of its experts.
+    """
     own = dataclasses.replace(arch, num_experts=arch.experts_per_token)
     return 2 * tokens * lora_parameters(own, lora, WHOLE)
 
@@ -78,12 +87,12 @@ def lora_flops(arch: Architecture, lora: LoraConfig, tokens: float) -> float:
 def update_flops(
     arch: Architecture, lora: LoraConfig, rows: Rows, *, recompute: bool, merged: bool
 ) -> tuple[float, float]:
-    """Return the operations of an update's forward pass, and those of its backward pass.
+    """Return the number of operations of an update's forward pass, and that of its backward pass.
 
     Frozen weights get no gradient, so the backward pass of a linear layer costs as much as its forward pass. For
     attention it costs 2.5 times as much. The head computes its logits again, and the factors get gradients. If
-    ``merged`` is true, the passes merge the factors into the weights. Products with the factors then serve only the
-    factors' gradients, and the gradient of the input needs none.
+    ``merged`` is true, the passes merge the factors into the weights. Then products with the factors are needed only
+    for the gradients of the factors, not for the gradient of the input.
     """
     parts, low_rank = forward_flops(arch, rows), lora_flops(arch, lora, rows.tokens)
     layers = parts["layers"] + parts["attention"]
@@ -108,9 +117,9 @@ def decode_step(
 ) -> dict[str, float]:
     """Return the seconds, by cause, of a decode step of ``sequences`` rows with ``context`` cached tokens each.
 
-    The rows are spread over all ``ranks``. The device reads its memory while it computes, so the slower of the two
-    counts. ``tensor`` ranks share one copy of the attention, and ``expert`` ranks share one copy of the experts.
-    ``away`` has the share of the traffic that leaves a node, for each of these two kinds of group.
+    The rows are spread over all ``ranks``. The device reads its memory while it computes, so only the slower of the two
+    activities counts. ``tensor`` ranks share one copy of the attention, and ``expert`` ranks share one copy of the
+    experts. ``away`` has the share of the traffic that leaves a node, for each of these two kinds of group.
     """
     h, layers, moe = arch.hidden_size, arch.num_layers, sum(arch.moe_layers)
     rows = sequences * tensor / ranks  # rows of one tensor group
@@ -131,14 +140,14 @@ def decode_step(
 
 
 def slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Return the seconds by cause of the slower one of two activities that run at the same time."""
+    """Return the seconds, by cause, of the slower of two activities that run at the same time."""
     return max(one, other, key=lambda causes: sum(causes.values()))
 
 
 def exchange_bytes(
     arch: Architecture, layout: RankGrid, tokens: float, element: int, passes: int = 1, ends: int = 2
 ) -> dict[str, float]:
-    """Return the bytes that a rank sends when ``tokens`` pass all layers ``passes`` times, forward or backward.
+    """Return the bytes that a rank sends when ``tokens`` pass through all layers ``passes`` times, forward or backward.
 
     Tensor ranks gather and scatter the sequence around attention, a dense layer and a shared expert. They also exchange
     it after the embedding and before the head; ``ends`` counts these exchanges. Expert ranks send each row to its
@@ -156,8 +165,8 @@ def sync_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a push by cause.
 
-    Each rank merges its shards. Then it receives whole adapted tensors, or, if the engine uses the same shards, only
-    reads and writes these. If the factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
+    Each rank merges its shards, and then receives whole adapted tensors. If the engine uses the same shards, each rank
+    only reads and writes these. If the factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
     """
     away, speed = layout.away_of(layout.ranks), hardware.link_share
     if apart:
@@ -175,7 +184,7 @@ def sync_seconds(
 
 
 def gradient_bytes(arch: Architecture, lora: LoraConfig, layout: RankGrid) -> dict[str, float]:
-    """Return the bytes that a rank sends over each kind of group to sum the fp32 gradients of an update.
+    """Return the bytes that a rank sends in each kind of group to sum the fp32 gradients of an update.
 
     Gradients of routed experts' factors are summed over expert_data, all others over data. If every tensor rank stores
     a whole factor, its gradient is first summed over the tensor ranks. This concerns A of a column-parallel matrix, B
@@ -241,7 +250,10 @@ class Times:
 
     @property
     def step(self) -> Range:
-        """The range of a step: its expected seconds divided and multiplied by a factor that fits the published runs."""
+        """The range of the seconds of a step: the expected seconds, divided and multiplied by a factor.
+
+        The factor fits the published runs.
+        """
         return spread(self.total)
 
     @property
@@ -250,7 +262,7 @@ class Times:
         return [name for name, seconds in self.phases.items() if seconds >= 0.1 * self.total]
 
     def bound(self, phase: str) -> str:
-        """Return the cause that takes most of ``phase``."""
+        """Return the cause that takes the most seconds of ``phase``."""
         return max(self.causes[phase], key=self.causes[phase].__getitem__)
 
 
@@ -268,6 +280,7 @@ def step_times(
     """Return the seconds of every phase of a step.
 
     ``prompt`` and ``completion`` are mean lengths in tokens. ``longest`` is the length of the longest completion.
+    ``turn_seconds`` is the time that decoding waits for rollout.environment at each turn.
     """
     rollout, recompute = cfg.rollout, int(cfg.model.recompute)
     element = ELEMENT_BYTES[cfg.model.dtype]
@@ -346,7 +359,7 @@ def step_times(
 
 
 def _leaves_cache(rollout: RolloutConfig, waves: int) -> bool:
-    """Return whether the tokens of a row are no longer in vLLM's prefix cache when its next turn begins."""
+    """Return whether the tokens of a row are no longer in vLLM's prefix cache when the row's next turn begins."""
     return rollout.kind.refills and waves > 1
 
 
@@ -359,7 +372,7 @@ def _waves(rows: int, memory: Memory, layout: RankGrid) -> tuple[int, int]:
 def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt: float, completion: float) -> int:
     """Return the number of micro-batches of a rank per update.
 
-    Like model/batches.py, it counts the packed tokens of each row and a quarter of the row's padded length.
+    Like model/batches.py, this function counts the packed tokens of each row and a quarter of the row's padded length.
     """
     rows = -(-optim.prompts_per_update * group_size // layout.data)
     a_row = completion + prompt / group_size + (prompt + completion) / 4
@@ -367,12 +380,15 @@ def _micro_batches(optim: OptimConfig, layout: RankGrid, group_size: int, prompt
 
 
 def decode_parts(completion: float, longest: float, waves: int, *, refills: bool) -> list[tuple[float, float, float]]:
-    """Return parts of decoding: (number of decode steps, share of the rows that still run, tokens of a row by then).
+    """Divide decoding into parts, and return three numbers for each part.
+
+    These are the number of decode steps, the share of the rows that still run, and the tokens of a row so far.
+
 
     Decoding ends with the longest row, which has N tokens. The plan assumes that after t tokens a share
     (1 - t / N)^(N / mean - 1) of the rows still runs. This gives the mean length ``completion``. With a mean of N, all
-    rows run to the end. An engine that ``refills``, as vLLM does, starts a waiting row as soon as another one ends. So
-    all its waves but the last count as full, and as long as a mean row.
+    rows run to the end. An engine that ``refills``, as vLLM does, starts a waiting row as soon as another row ends. So
+    all its waves except the last count as full, and take as long as a row of mean length.
     """
     ends = 1 if refills else waves  # waves in which fewer and fewer rows run
     places = [(part + 0.5) / DECODE_PARTS for part in range(DECODE_PARTS)]

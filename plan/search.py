@@ -50,7 +50,7 @@ class Setting:
 class Verdict:
     """A configuration on a number of ranks, and the reasons why it does not fit.
 
-    If it breaks a rule, there is no plan of its memory and times.
+    If the configuration breaks a rule, its memory and times are not planned.
     """
 
     cfg: Config
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def broken_rules(cfg: Config, arch: Architecture, ranks: int) -> list[str]:
-    """Return a message for each rule of inputs/rules.py about layouts that ``cfg`` breaks on ``ranks`` ranks."""
+    """Return a message for each layout rule in inputs/rules.py that ``cfg`` breaks on ``ranks`` ranks."""
     return [
         *engine_shards(cfg.rollout, cfg.parallel, cfg.device),
         *batch_sizes(cfg.optim, cfg.rollout, cfg.data),
@@ -116,7 +116,8 @@ def judge(cfg: Config, ranks: int, setting: Setting) -> Verdict:
 def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setting) -> Iterator[Verdict]:
     """Yield the layouts on ``ranks`` ranks that judge() accepts.
 
-    The layouts of the first of ``bases`` come first, and among these, the layouts nearest to ``asked``.
+    ``bases`` are configurations of which only the layout is changed. The layouts are in the order of ``bases``. For
+    each of these, the layouts nearest to ``asked`` come first.
     """
     for base in bases:
         layouts = _candidates(base, ranks, setting.arch)
@@ -127,12 +128,12 @@ def accepted(asked: Verdict, bases: Iterable[Config], ranks: int, setting: Setti
 
 
 def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
-    """Return the layouts that fit and are nearest to ``refused``, or [] if ``refused`` fits itself.
+    """Return the layouts that fit and are nearest to ``refused``, or [] if ``refused`` itself fits.
 
     The layouts have the requested number of ranks. Wrong batch sizes and a cache that is too small are corrected. The
     search first changes only the layout, then also recompute, then also the micro-batch. If there was nothing to
     correct, the list also has the unchanged configuration on the nearest number of ranks on which it fits.
-    If no layout fits on the requested number, the search tries other numbers, and lists the nearest layout for each.
+    If no layout fits on this number of ranks, the search tries other numbers, and lists the nearest layout for each.
     In the list, layouts on no more ranks than requested come first; then memory and estimated time decide the order.
     """
     if not refused.reasons:
@@ -154,7 +155,7 @@ def alternatives(refused: Verdict, setting: Setting) -> list[Verdict]:
 
 
 def fastest(asked: Verdict, setting: Setting) -> list[Verdict]:
-    """Return the layouts with the shortest step on the same number of ranks, each with its best settings.
+    """Return the layouts with the shortest steps on as many ranks as ``asked``, each with its fastest settings.
 
     The settings are recompute, micro-batch and graphs. The search does not change the number of updates per step. With
     fewer updates, a step would be shorter, but the policy would learn less.
@@ -198,9 +199,10 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Return other numbers of ranks, nearest first: the next smaller ones, halves, doubles, powers of 2, whole nodes.
+    """Return other numbers of ranks, the nearest first.
 
-    The next smaller numbers are useful after a die or a node has failed.
+    They are the next smaller numbers, halves, doubles, powers of 2, and whole nodes. The next smaller numbers are
+    useful after a die or a node has failed.
     """
     node = setting.ranks_per_node
     power = 1 << ranks.bit_length()
@@ -238,7 +240,7 @@ def _candidates(cfg: Config, ranks: int, arch: Architecture) -> Iterator[Config]
 
 
 def _distance(asked: Config, new: Config) -> float:
-    """Return the distance between two layouts: how often sizes are doubled or halved to get from one to the other.
+    """Return the distance between two layouts: the number of doublings and halvings that turn one into the other.
 
     A different rollout.expert_parallel adds 0.5.
     """

@@ -1,11 +1,11 @@
 """Estimates the share of the LoRA update that remains in merged bf16 weights.
 
-W + U is rounded to the nearest bf16 number. So a change of less than half the distance to the next number has no effect
-until U has grown. The share is <C, U> / <U, U>, where C is the change that remains, as in the metric sync/update_share.
-There are four assumptions. The weights have a standard deviation of WEIGHTS. The update has normally distributed
-entries. Only B changes, so A has its initial values. The gradients of B are noise, or noise and a signal of SIGNAL
-times the noise. A simulation of AdamW with rounded weights gives the same shares
-(tests/rooms/plan/test_estimates.py). Nothing here imports torch.
+A merged weight is W + U, the base weight and its update, rounded to the nearest bf16 number. So a change of less than
+half the distance to the next number has no effect until U has grown. The share is <C, U> / <U, U>, where C is the
+change that remains, as in the metric sync/update_share. There are four assumptions. The weights have a standard
+deviation of WEIGHTS. The update has normally distributed entries. Only B changes, so A has its initial values. The
+gradients of B are noise, or noise and a signal of SIGNAL times the noise. A simulation of AdamW with rounded weights
+gives the same shares (tests/rooms/plan/test_estimates.py). Nothing here imports torch.
 """
 
 import math
@@ -24,10 +24,10 @@ LARGE = 2.0  # in units of the distance between bf16 numbers; rounding keeps all
 def shares(
     optim: OptimConfig, lora: LoraConfig, arch: Architecture, prompts: int, steps: int
 ) -> dict[str, list[float]]:
-    """Return the share of the update in the merged weights, after the first update and after each step of STEPS.
+    """Return the share of the update that remains after the first update and after each step in STEPS.
 
-    Each entry has two shares: for gradients of noise alone, and for noise with a signal. ``prompts`` is the number of
-    prompts per step, and ``steps`` the number of steps of the run. STEPS after the end of the run are left out.
+    Each entry has two shares: for gradients that are only noise, and for noise with a signal. ``prompts`` is the number
+    of prompts per step, and ``steps`` the number of steps of the run. Steps after the end of the run are left out.
     """
     updates = prompts // optim.prompts_per_update
     rates = [optim.rate(step, steps) for step in range(min(steps, max(STEPS))) for _ in range(updates)]
@@ -36,7 +36,7 @@ def shares(
 
 
 def share(rates: list[float], signal: float, lora: LoraConfig, arch: Architecture) -> float:
-    """Return the share after updates with these learning rates.
+    """Return the share of the update that remains after updates with the learning rates ``rates``.
 
     ``signal`` is the mean of a gradient whose noise has standard deviation 1.
     """
@@ -83,8 +83,8 @@ def kept_of(size: float) -> float:
 def rounded(size: float) -> float:
     """Return E[x round(x)] / E[x^2] for a normally distributed x with mean 0 and standard deviation ``size``.
 
-    For x > 0, round(x) is the number of integers k >= 1 with x > k - 1/2. The mean of x over all x > a, with 0 for the
-    others, is size x density(a / size).
+    For x > 0, round(x) is the number of integers k >= 1 with x > k - 1/2. If every x below a counts as 0, the mean of x
+    is size * density(a / size). The density is that of the standard normal distribution.
     """
     if size > LARGE:
         return 1.0

@@ -1,8 +1,8 @@
 """Computes how well a run uses its devices: tokens per second and model FLOPs utilisation (MFU, arXiv 2204.02311).
 
-MFU is the quotient of two numbers of operations. The model needs the first number for the tokens of a step. The devices
-could compute the second number in the same time. Activation recompute does not count as useful work. Nothing here
-imports torch.
+MFU is the quotient of two numbers of operations. The first is the number that the model needs for the tokens of a step.
+The second is the number that the devices could compute in the time of the step. Activation recompute does not count as
+useful work. Nothing here imports torch.
 """
 
 import re
@@ -42,11 +42,11 @@ def step_flops(
     earlier_passes: float,
     reference: bool,
 ) -> float:
-    """Return the operations of a step: of sampling, and of all passes over the ``trained`` rows.
+    """Return the number of operations of a step: those of sampling, and those of all passes over the ``trained`` rows.
 
-    Sampling counts as ``rounds`` times the ``sampled`` rows. If ``merged`` is true, the passes merge LoRA into the
-    weights. ``earlier_passes`` is the number of passes without gradients. The pass of the reference for loss.kl is not
-    one of them; it is added if ``reference`` is true.
+    Sampling counts as ``rounds`` forward passes over the ``sampled`` rows. If ``merged`` is true, the passes merge LoRA
+    into the weights. ``earlier_passes`` is the number of passes without gradients. The pass of the reference for
+    loss.kl is not among these passes; it is added if ``reference`` is true.
     """
     work = _work(trained)
     frozen = sum(forward_flops(arch, work).values())
@@ -66,10 +66,10 @@ def speed(
     peak: float | None,
     new_tokens: int,
 ) -> dict[str, float]:
-    """Return the metrics perf/... of a step with these rows and this ``timing``.
+    """Return the perf/... metrics of a step with these rows and this ``timing``.
 
-    perf/mfu is only included if ``peak`` is known. ``new_tokens`` counts the tokens of all rounds of dynamic sampling,
-    which are assumed to need as many operations per token as those of ``sampled``.
+    perf/mfu is only included if ``peak``, the result of `peak_flops`, is known. ``new_tokens`` counts the tokens of all
+    rounds of dynamic sampling, which are assumed to need as many operations per token as those of ``sampled``.
     """
     updated, rounds = sum(p + c for _, p, c in trained), new_tokens / max(1, sum(c for _, _, c in sampled))
     found = {

@@ -8,7 +8,10 @@ from plan.grid import RankGrid
 
 
 class Way:
-    """The decisions that follow from configuration, layout and device. weight_sync.py adds the sending of tensors."""
+    """The decisions that follow from configuration, layout and device.
+
+    The subclass in weight_sync.py sends the tensors.
+    """
 
     def __init__(self, cfg: Config, layout: RankGrid, device: str) -> None:
         self.cfg, self.layout, self.device = cfg, layout, device

@@ -41,7 +41,7 @@ class WholeRun(NamedTuple):
 def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
     """Return the estimate for a layout that fits.
 
-    In an evaluation, each question gets a greedy answer, then eval.samples sampled answers. A replica takes
+    In an evaluation, each question gets a greedy answer, then eval.samples sampled answers. A replica processes
     eval.batch_size questions at once. The estimate counts the longest completion for every wave of rows. It assumes
     that a decode step and a prompt take as many seconds as in a training step.
     """
@@ -76,9 +76,9 @@ def whole_run(verdict: Verdict, arch: Architecture) -> WholeRun:
 
 
 def _times_due(every: int, steps: int) -> int:
-    """Return how often something happens that is due every ``every`` steps and after the last step.
+    """Return the number of times that an action is due, every ``every`` steps and after the last step.
 
-    If ``every`` is 0, it happens only after the last step.
+    If ``every`` is 0, the action is due only after the last step.
     """
     return -(-steps // (every or steps))
 

@@ -52,7 +52,7 @@ def whole(
     parallel: Parallel,
     join_on_host: bool = False,
 ) -> Tensor:
-    """Gather and return the whole tensor of which ``value`` is this rank's shard. Every rank calls this together.
+    """Gather and return the whole tensor of which ``value`` is this rank's shard. All ranks call this together.
 
     ``value`` has the shape of ``factor``. The result may be ``value`` itself. A rank receives all shards in one tensor.
     For experts, this tensor is the result. For other factors, the shards are then joined in a copy. With
@@ -100,7 +100,10 @@ def scatter(
 
 
 def refuse_unfit(wholes: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise InputError unless ``wholes`` has exactly these names and ``shapes``, in fp32. Values are not read."""
+    """Raise InputError unless ``wholes`` has exactly the names and shapes in ``shapes``, and all tensors are fp32.
+
+    The values are not read. The message begins with ``where``.
+    """
     for name in sorted(shapes.keys() | wholes.keys()):
         if name not in wholes:
             fault = "is missing"
@@ -216,7 +219,7 @@ def read_factors(found: Checkpoint, modules: Iterable[Adapted]) -> dict[str, Ten
 def pairs_of(modules: Iterable[Adapted], factors: dict[str, Tensor], alpha: float) -> Pairs:
     """Return the pairs for PEFT, which adapts q, k, v, gate and up separately.
 
-    Each of these matrices gets our shared A and its rows of B.
+    Each of these matrices gets its rows of B, and the A that it shares with the other matrices of its fused module.
     """
     return {
         name.removesuffix(".weight"): Pair(a, b, alpha / adapted.rank)

@@ -78,9 +78,9 @@ def save(
 ) -> Path:
     """Write the checkpoint after ``step`` finished steps and return its folder. Only the newest ``keep_last`` are kept.
 
-    ``config`` is inputs.config.to_dict of the run. Only one process calls this. All tensors are on the host, each
-    contiguous and in separate memory. The run's .jsonl files are first flushed to the disk, because a resume needs
-    their lines up to this step.
+    ``config`` is the run's configuration, as inputs.config.to_dict returns it. Only one process calls this. All tensors
+    are on the host, each contiguous and in separate memory. The run's .jsonl files are first flushed to the disk,
+    because a resume needs their lines up to this step.
     Existing checkpoints of this step and of later steps are removed: they were saved before the run was rewound to an
     earlier checkpoint. ``check`` gets the new checkpoint, as read from its files, before the folder gets its final
     name. Raises InputError if the disk is full or cannot be written. If this happens, or ``check`` raises an exception,
@@ -108,7 +108,7 @@ def save(
 
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
-    """Remove all checkpoints except the newest ``keep_last`` of steps up to ``step``."""
+    """Remove all checkpoints except the newest ``keep_last`` checkpoints of steps up to ``step``."""
     kept = [path for number, path in _folders(folder) if number <= step]
     for _, path in _folders(folder):
         if path not in kept[:keep_last]:
@@ -219,11 +219,12 @@ def find_resumable(
 ) -> Checkpoint | None:
     """Return the newest checkpoint of the newest suitable run, from which train.resume=auto resumes, or None.
 
-    ``runs`` are all runs of this name, the newest first. ``config`` is to_dict of the new start. A suitable run is not
-    finished, has a checkpoint with correct checksums, and may be resumed with ``config``. Also, no live process is
-    writing it. If no run is suitable, but an unfinished run with a checkpoint has another configuration, InputError is
-    raised. It names the keys that differ in the newest such run. If a newer run is finished, ``say`` gets these keys
-    instead, and a new run begins.
+    ``runs`` are all runs of this name, the newest first. ``config`` is the configuration of the new start, as
+    inputs.config.to_dict returns it. A suitable run is not finished, has a checkpoint with correct checksums, and may
+    be resumed with ``config``. Also, no live process is writing it. If no run is suitable, but an unfinished run with a
+    checkpoint has another configuration, InputError is raised. It names the keys that differ in the newest such run. If
+    a newer run is finished, ``say`` gets these keys instead, and the result is None. InputError is also raised if a
+    live process is writing a run with exactly this ``config``.
     """
     changed = None  # the checkpoint of the newest run that has one but another configuration
     newer_is_finished = False

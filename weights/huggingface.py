@@ -58,9 +58,9 @@ class WeightShard:
         return self.stored.inputs(every).mT
 
     def held(self) -> dict[str, Tensor]:
-        """Return the tensors that store the shard: itself under "", or the codes and scales of int4 experts.
+        """Return the tensors that store the shard: the shard itself, or the codes and scales of int4 experts.
 
-        The keys are endings for the name of the weight.
+        The keys are suffixes for the name of the weight; for the shard itself, the suffix is "".
         """
         if isinstance(self.stored, Tensor):
             return {"": self.stored}
@@ -83,7 +83,10 @@ def own_experts(arch: Architecture, parallel: Parallel) -> range:
 
 
 def slots(model: torch.nn.Module, arch: Architecture, parallel: Parallel) -> Iterator[WeightShard]:
-    """Yield every weight of this rank in the order of the layers. Their number and order are the same on every rank."""
+    """Yield every weight of this rank in the order of the layers.
+
+    All ranks have the same number and order of weights.
+    """
     experts = own_experts(arch, parallel)
     yield WeightShard(model.embedding.word_embeddings.weight, ("model.embed_tokens.weight",), 0)
     for i, layer in enumerate(model.decoder.layers):
@@ -168,7 +171,7 @@ def read_model(model_dir: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _misfits(stored: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """Describe the problems: one text for all missing names, one for surplus names, one per wrong shape or dtype."""
+    """Return a message for all missing names, one for all surplus names, and one for each wrong shape or dtype."""
     unmatched = {
         "missing": [name for name in expected if name not in stored],
         "not part of this architecture": [name for name in stored if name not in expected],
@@ -289,11 +292,11 @@ def export(
     """Yield every whole tensor of the model under its Hugging Face name, layer by layer, with LoRA merged if ``merge``.
 
     A merged weight is W + (alpha / R) B A, computed in fp32 from the untouched base and cast once to the model's dtype.
-    A collective: every rank must consume the whole stream, and gets the same tensors. From every rank, as many experts
-    as MESSAGE allows are gathered at a time, but at least one.
-    With ``only``, the stream has the tensors with these names, those that LoRA changes (if ``merge``), and those that
-    an engine fuses with them. Without ``experts``, the routed experts are left out. Do not write into a tensor, because
-    it may be the model's memory.
+    Every rank must consume the whole stream, because the ranks gather the tensors together. Every rank gets the same
+    tensors. From every rank, as many experts as MESSAGE allows are gathered at a time, but at least one.
+    With ``only``, the stream has the tensors with these names, and, if ``merge`` is true, those that LoRA changes.
+    Tensors that an engine fuses with any of these are included. Without ``experts``, the routed experts are left out.
+    Do not write into a tensor, because it may share memory with the model.
     """
     todo = list(slots(model, arch, parallel))
     if only is not None:
@@ -318,9 +321,9 @@ def export(
 def changing(
     todo: list[WeightShard], only: Collection[str], adapted: bool = True, experts: bool = True
 ) -> list[WeightShard]:
-    """Return the slots with a tensor in ``only``, and also, if ``adapted``, all slots that have LoRA.
+    """Return the slots with a tensor in ``only``, and also, if ``adapted`` is true, all slots that have LoRA.
 
-    The slots that an engine fuses with them are included. Without ``experts``, the routed experts are left out.
+    Slots that an engine fuses with any of these are included. Without ``experts``, the routed experts are left out.
     """
     todo = [slot for slot in todo if experts or not slot.is_expert]
     wanted = {
@@ -342,7 +345,7 @@ def merged(slot: WeightShard) -> Tensor:
 
 
 def fused_group(name: str) -> str:
-    """Return the name of the fused module in an engine that contains the Hugging Face tensor ``name``.
+    """Return the name of the engine's fused module that contains the Hugging Face tensor ``name``.
 
     The tensors of a fused module can only change together. Engines fuse q, k, v and their biases, gate and up, and all
     three matrices of all experts of a layer.

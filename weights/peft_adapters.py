@@ -2,9 +2,9 @@
 
 full    a pair for each matrix, including each expert's; target_modules contains their full names
 leaf    the same, but target_modules contains only last names (q_proj); PEFT with transformers 4 writes this form
-stack   the routed experts of a layer are two 3-D parameters (target_parameters); PEFT with transformers 5 needs it
+stack   the routed experts of a layer are two 3-D parameters (target_parameters); needed for PEFT with transformers 5
 
-Servers read the form leaf. E is the number of experts, and R the rank of a pair of factors.
+Inference servers read the form leaf. E is the number of experts, and R the rank of a pair of factors.
 """
 
 import json
@@ -93,7 +93,7 @@ def tensors(arch: Architecture, pairs: Pairs, form: Form) -> dict[str, Tensor]:
 
 
 def _leaves(fused: str) -> tuple[str, ...]:
-    """Return which matrices of an expert the 3-D parameter ``fused`` contains: gate and up, or down."""
+    """Return the names of the matrices of an expert in the 3-D parameter ``fused``: gate and up, or down."""
     return ("gate", "up") if fused == "gate_up_proj" else ("down",)
 
 
@@ -130,7 +130,7 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
     """Return the content of PEFT's adapter_config.json. lora_dropout is 0, as in training.
 
     With the form stack, all matrices of the MLP are targeted as parameters, because PEFT with transformers 5 would
-    misread some target modules. In Qwen MoE models, it takes gate_proj, up_proj, down_proj and gate for the routed
+    misread some target modules. In Qwen MoE models, it mistakes gate_proj, up_proj, down_proj and gate for the routed
     experts and the router of older checkpoints.
     """
     expert_rank, pattern = _ranks(pairs, arch, form)
@@ -154,7 +154,7 @@ def config(base_model: str, arch: Architecture, pairs: Pairs, alpha: float, form
 
 
 def _ranks(pairs: Pairs, arch: Architecture, form: Form) -> tuple[int, dict[str, int]]:
-    """Return r and the rank_pattern.
+    """Return the values of r and rank_pattern in adapter_config.json.
 
     If routed experts are adapted, r is their rank, and the pattern gives the rank of all other matrices. There is only
     one pattern, because PEFT warns about each pattern that matches no module.
@@ -168,7 +168,7 @@ def _ranks(pairs: Pairs, arch: Architecture, form: Form) -> tuple[int, dict[str,
 
 
 def _targets(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
-    """Return target_modules and target_parameters."""
+    """Return the values of target_modules and target_parameters in adapter_config.json."""
     if form == "leaf":
         return sorted({name.rpartition(".")[2] for name in pairs}), []
     if form == "full":
@@ -178,7 +178,7 @@ def _targets(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], l
 
 
 def _beside_experts(pairs: Pairs, arch: Architecture, form: Form) -> tuple[list[str], list[str]]:
-    """Return the target modules and target parameters outside the routed experts, named as by `_without_layer`."""
+    """Return the target modules and target parameters outside the routed experts, with names from `_without_layer`."""
     names = _without_layer([name for name in pairs if not EXPERT.fullmatch(name)], arch)
     if form != "stack":
         return names, []
@@ -272,7 +272,7 @@ def read(folder: Path, arch: Architecture) -> Pairs:
 
 
 def _factors(path: Path) -> dict[str, list[Tensor]]:
-    """Return [A, B] of every module in fp32. Raises InputError unless each module has both, with finite numbers."""
+    """Return [A, B] of every module in fp32. Raises InputError unless each module has both, with finite values."""
     found: dict[str, list[Tensor]] = {}
     for name, factor in sorted(read_tensors(path).items()):
         match = FACTOR.fullmatch(name)
@@ -289,7 +289,8 @@ def _factors(path: Path) -> dict[str, list[Tensor]]:
 def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings, arch: Architecture) -> Pairs:
     """Return the pair of a module, or the pairs of all experts if ``module`` is a stack.
 
-    Raises InputError unless they fit the settings. ``where`` names the file and the module in the message.
+    Raises InputError unless the factors ``a`` and ``b`` fit the settings. ``where`` names the file and the module in
+    the message.
     """
     block, is_stack = module.removesuffix(".base_layer"), STACK.search(module)
     copies = arch.num_experts if is_stack else 1
@@ -314,7 +315,7 @@ def _read_pair(where: str, module: str, a: Tensor, b: Tensor, settings: Settings
 
 
 def _of_pattern(patterns: dict[re.Pattern, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches ``module`` or its parameter weight, otherwise ``default``."""
+    """Return the value of the first pattern that matches ``module`` or its weight, or ``default`` if none does."""
     for pattern, value in (patterns or {}).items():
         if pattern.match(module) or pattern.match(f"{module}.weight"):
             return value

@@ -88,8 +88,8 @@ class Policy:
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each whole factor with its name in a checkpoint.
 
-        A collective: one tensor is gathered at a time, so every rank must read to the end. A tensor may share memory
-        with a factor.
+        The ranks gather one tensor at a time, so every rank must iterate to the end. A tensor may share memory with a
+        factor.
         """
         for name, factor in self.factors.items():
             whole = adapter_weights.whole(name, factor, factor.detach(), self.arch, self.parallel)
@@ -121,7 +121,7 @@ class Policy:
     def unequal(self, frozen: bool) -> str:
         """Return a message that names tensors that are not equal on all ranks that store them, or "" if all are equal.
 
-        Every rank calls this together. With ``frozen``, the frozen weights are compared as well as the factors.
+        All ranks call this together. With ``frozen``, the frozen weights are compared as well as the factors.
         """
         pieces = self._factor_pieces()
         if frozen:
@@ -140,7 +140,7 @@ class Policy:
         return pieces
 
     def _frozen_pieces(self, slot: WeightShard) -> Pieces:
-        """Return the weights of ``slot`` if other ranks store them as well. Each is named after its first block."""
+        """Return the weights of ``slot``, each named after its first block, or {} if no other rank stores them."""
         if self.parallel.copies(slot) == 1:
             return {}
         shard = str(self.parallel.tensor_rank) if slot.shard_dim is not None else ""
@@ -153,12 +153,13 @@ class Policy:
 
     @torch.no_grad()
     def update_kept(self) -> dict[str, float]:
-        """Return metrics that show how much of the update the rounded policy keeps. Every rank calls this together.
+        """Return metrics that show how much of the update the rounded policy keeps. All ranks call this together.
 
-        The update in fp32 is U = (alpha / R) B A. The policy's change C is the merged weight as it is pushed, minus W.
-        If the engine keeps factors apart, C is (alpha / R) B A of the factors as they are pushed. sync/update_share is
-        <C, U> / <U, U>, which is 1 if rounding drops nothing. sync/update_error is |C - U| / |U|. Before the first
-        update, U is 0, and the metrics are 1 and 0. Large weights are represented by SAMPLED_ROWS of their rows.
+        The update in fp32 is U = (alpha / R) B A. The policy's change C is the merged weight as it is pushed, minus the
+        base weight W. If the engine keeps the factors apart, C is (alpha / R) B A of the factors as they are pushed.
+        sync/update_share is <C, U> / <U, U>, which is 1 if rounding drops nothing. sync/update_error is |C - U| / |U|.
+        Before the first update, U is 0, and the metrics are 1 and 0. Large weights are represented by SAMPLED_ROWS of
+        their rows.
 
         If trainer and engine share the memory of merged experts, their log-probs cannot show a wrong merge. Then C
         comes from this memory. sync/experts_wrong is the share of its sampled elements that are not W + U, in the
@@ -192,8 +193,9 @@ class Policy:
     def _update_and_error(self, slot: WeightShard) -> tuple[Tensor, list[Tensor]]:
         """Return U and C - U of the sampled rows, and a list of shares of wrong elements.
 
-        If memory is shared, the list has one tensor with each expert's share; otherwise it is empty.
-        (2, .., rows, columns), [(e,)]
+        U and C are as in `update_kept`. If trainer and engine share the memory of the slot's e experts, the list has
+        one tensor with a share for each of them. Otherwise the list is empty.
+        (2, ..., rows, columns), [(e,)]
         """
         adapter = slot.adapter
         if slot.experts is None:
@@ -227,7 +229,7 @@ class Policy:
 def differing(pieces: Pieces, parallel: Parallel) -> str:
     """Return a message that names pieces that are not equal on all ranks that store them, or "" if all are equal.
 
-    Every rank calls this together.
+    All ranks call this together.
     """
     own = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
     held: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}  # the checksum of a piece on each rank that stores it

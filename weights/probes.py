@@ -3,9 +3,9 @@
     DIR/probes/KIND.FORM    PEFT adapters in the forms of peft_adapters.py, and with other common names and patterns
     DIR/expected.json       prompts; log-probs of the base, with each kind, and with each kind under each known fault
 
-`preflight.py --adapter DIR --stack PROGRAM` compares a program's log-probs with the expected ones. A probe adapts at
-most LAYERS layers, among them the first and the last one. R is the rank, P the number of prompts, and T the number of
-tokens per prompt.
+`preflight.py --adapter DIR --stack PROGRAM` compares a program's log-probs with the expected log-probs. A probe adapts
+at most LAYERS layers, including the first and the last layer. R is the rank, P the number of prompts, and T the number
+of tokens per prompt.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ Value = Callable[[Pairs], Tensor]  # pairs -> the log-probs of the prompts if th
 
 
 def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: float) -> Pairs:
-    """Draw random pairs. With ``size`` 1, the entries of an update have a standard deviation of 1 / sqrt(in).
+    """Draw random pairs for the matrices ``names``.
 
-    Matrices that Megatron fuses (q, k, v; gate, up) share their A. The random numbers depend only on a pair's name.
+    With ``size`` 1, the entries of an update have a standard deviation of 1 / sqrt(number of inputs). Matrices that
+    Megatron fuses (q, k, v; gate, up) share their A. The random numbers depend only on the names.
     """
     shapes, pairs = tensor_shapes(arch), {}
     for name in names:
@@ -98,7 +99,7 @@ def draw(names: list[str], arch: Architecture, rank: int, alpha: float, size: fl
 def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[str, Tensor]:
     """Return the pairs as whole factors of a checkpoint (Adapted.factor_shapes), whose scale is ``alpha`` / R.
 
-    If pairs of one module do not share A, each of them has a separate part of the module's rank.
+    If pairs of one module do not share A, each of them fills a separate part of the R dimension.
     """
     factors = {}
     for adapted in modules:
@@ -123,7 +124,7 @@ def whole_factors(pairs: Pairs, modules: list[Adapted], alpha: float) -> dict[st
 def faults(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
     """Return, for each known fault of programs, the pairs with which a correct program would give the faulty result.
 
-    A fault that leaves these pairs unchanged, or leaves none of them, is omitted.
+    A fault that leaves ``pairs`` unchanged, or leaves no pair, is omitted.
     """
 
     def only(pattern: str) -> Pairs:
@@ -194,7 +195,10 @@ def _neighbours(name: str, pair: Pair) -> Pair:
 
 
 def _stacks_misread(pairs: Pairs, arch: Architecture) -> dict[str, Pairs]:
-    """Return pairs for two faults: the stack of all experts' B is read, or written, with expert and rank swapped."""
+    """Return the pairs for two faults in a stack of all experts' B.
+
+    The stack is read, or written, with the dimensions of experts and rank swapped.
+    """
     groups: dict[str, list[str]] = {}
     for name in pairs:
         if match := EXPERT.fullmatch(name):
@@ -265,7 +269,7 @@ class Trainer:
     def __init__(self, cfg: Config, arch: Architecture, parallel: Parallel, width: int) -> None:
         """Load the policy.
 
-        ``width`` is the largest rank of the pairs that will be passed. If q, k and v may have different
+        ``width`` is the largest rank of the pairs that will be passed to a call. If q, k and v may have different
         factors A, it is 3 times this rank.
         """
         targets = sorted({module.target for module in every_module(arch)} - {""})
@@ -303,7 +307,7 @@ def make(
 ) -> tuple[dict[str, Pairs], dict[str, Any]]:
     """Return the pairs of each kind for the base ``model``, and the content of the file EXPECTED.
 
-    ``value`` computes the reference log-probs. ``given`` is the user's adapter, which gets the kind GIVEN.
+    ``value`` computes the reference log-probs. ``given`` has the pairs of the user's adapter, whose kind is GIVEN.
     """
     base = value({})
     kinds = {GIVEN: given} | _drawn(arch, value, base, say)
@@ -333,14 +337,14 @@ def _drawn(arch: Architecture, value: Value, base: Tensor, say: Callable[[str], 
 
 
 def write(folder: Path, kinds: dict[str, Pairs], expected: dict[str, Any], arch: Architecture) -> None:
-    """Write expected.json, and the adapters of all kinds except the one that the user gave."""
+    """Write expected.json, and the adapters of all kinds except GIVEN, the user's adapter."""
     (folder / EXPECTED).write_text(json.dumps(expected))
     for kind in kinds.keys() - {GIVEN}:
         write_forms(folder / PROBES, kind, expected["model"], arch, kinds[kind])
 
 
 def _sized(kind: str, arch: Architecture, value: Value, base: Tensor, say: Callable[[str], None]) -> Pairs:
-    """Draw pairs of a kind, of a size that changes the log-probs by about EFFECT.
+    """Draw pairs of a kind with a size that changes the log-probs by about EFFECT.
 
     The result is empty if the model has no such module, or if no size has this effect.
     """

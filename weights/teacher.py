@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation: an adapter of the policy's base model, in the shapes of the policy's factors.
 
 R is the rank of a module of the policy. If the teacher's rank is smaller, zeros fill the teacher's factors up to R. The
-teacher's B is multiplied by the ratio of the two scales. So the model needs no second adapter.
+teacher's B is multiplied by the ratio of the teacher's scale to the policy's. So the model needs no second adapter.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ SAME = ("config.json", "tokenizer.json")  # files that must be equal for teacher
 def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole factor of loss.teacher with its name in a checkpoint of the policy, module by module.
 
-    Raises InputError if there is no adapter, or if it does not fit the model. Also raises InputError if it has more
-    targets or a larger rank than the policy, or if its base had another dtype or quantisation. refuse_other_files
+    Raises InputError if there is no adapter, or if it does not fit the model. Also raises InputError if the adapter has
+    more targets or a larger rank than the policy, or if its base had another dtype or quantisation. refuse_other_files
     compares the checksums.
     """
     folder, own = teacher.folder(cfg.loss.teacher), list(adapted_modules(arch, cfg.lora))
@@ -55,8 +55,8 @@ def read(cfg: Config, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
 def _fill_(a: Tensor, b: Tensor, pairs: list[Pair | None], adapted: Adapted, scale: float) -> int:
     """Fill A (R, in) and B (out, R) of fused matrices with their ``pairs``, and return the rank that the pairs need.
 
-    A matrix without a pair has None. Matrices that share one A also share the columns of B; otherwise their ranks add
-    up. If the rank exceeds R, nothing is filled.
+    ``pairs`` has None for a matrix without a pair, and ``scale`` is the scale of the policy. Matrices that share one A
+    also share the columns of B; otherwise their ranks add up. If the rank exceeds R, nothing is filled.
     """
     there = [pair for pair in pairs if pair]
     shared = all(torch.equal(pair.a, there[0].a) for pair in there)
@@ -93,8 +93,8 @@ def _pairs_of(folder: Path, own: ModelConfig, arch: Architecture) -> Pairs:
 def refuse_other_files(named: str, inputs: dict[str, dict[str, str]]) -> None:
     """Raise InputError if a file of the teacher is damaged, or if its run recorded another model or tokenizer.
 
-    ``inputs`` has the checksums of this run's input files. They do not include a tiny model that this start still has
-    to make.
+    ``named`` is loss.teacher. ``inputs`` has the checksums of this run's input files. They do not include a tiny model
+    that has not been made yet.
     """
     folder, own = teacher.folder(named), inputs["model"]
     saved = {} if teacher.is_peft(folder) else read_object(folder / "checksums.json")
@@ -115,9 +115,9 @@ def describe(named: str) -> str:
 
 
 def recorded_base(folder: Path) -> dict[str, str]:
-    """Return the checksums of the model's files that the teacher's run recorded.
+    """Return the checksums that the teacher's run recorded for the files of its base model.
 
-    The result is {} for a PEFT folder, and if there is no record.
+    The result is {} for a PEFT folder, or if there is no record.
     """
     record = of_last_start(folder.parent.parent, "inputs.json")
     has_one = record.is_file() and not teacher.is_peft(folder)

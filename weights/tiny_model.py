@@ -1,7 +1,8 @@
 """Makes the tiny Hugging Face model of a CPU run: random weights, then a supervised warm start on Megatron.
 
 The warm start teaches addition and subtraction with drills that have no words. It teaches the form of an answer with
-the answers of a teacher who often chooses the wrong operation. GRPO can then teach the model to choose the right one.
+the answers of a teacher who often chooses the wrong operation. GRPO can then teach the model to choose the right
+operation.
 b is the number of rows, and T the number of tokens per row.
 """
 
@@ -59,7 +60,7 @@ CHAT_TEMPLATE = (
 
 
 def recipe(tiny: TinyModelConfig, data: DataConfig, row_tokens: int) -> dict:
-    """Return all settings that decide the weights of the model, except the number of ranks that make it.
+    """Return all settings that determine the weights of the model, except the number of ranks that make it.
 
     The model has positions for ``row_tokens`` tokens. Its tokenizer and warm start learn the arithmetic of ``data``.
     """
@@ -101,9 +102,9 @@ def make(
     device: torch.device,
     beat: Callable[[str], None] = lambda done: None,
 ) -> None:
-    """Make the model of these settings in the folder ``path``, unless it exists. Every rank calls this together.
+    """Make the model of these settings in the folder ``path``, unless it is there. All ranks call this together.
 
-    In the warm start, all ranks are data-parallel replicas, whatever the section parallel says. ``beat`` is called at
+    In the warm start, all ranks are data-parallel replicas, regardless of the section parallel. ``beat`` is called at
     every step, so that the watcher of stalled ranks sees progress.
     """
     folder, wanted = Path(path), recipe(tiny, data, row_tokens)
@@ -126,7 +127,8 @@ def _next_action(folder: Path, wanted: dict, locks: ExitStack) -> str:
     """Return "done" if the model exists, "make" if this process may make it, or "wait" if another process is making it.
 
     This process may make the model if it gets the lock on a file next to the model's folder. ``locks`` then contains
-    the lock, which is released at the latest when the process ends.
+    the lock, which is released at the latest when the process ends. If the file system refuses the lock, this process
+    prints a message and may make the model without it.
     """
     if exists(folder, wanted):
         return "done"
@@ -190,8 +192,8 @@ def write_random_model(folder: Path, tiny: TinyModelConfig, data: DataConfig, co
 def random_weights(arch: Architecture, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name.
 
-    Norms are 1 and biases are 0. The std is 0.02 for routers, and 0.5 / sqrt(inputs) for all other matrices. For
-    matrices that write to the residual stream, it is divided by sqrt(2 x layers).
+    Norms are 1 and biases are 0. The std of a matrix is 0.5 / sqrt(inputs), but 0.02 for routers and for the gates of
+    shared experts. For matrices that write to the residual stream, it is divided by sqrt(2 x layers).
     """
     for name, shape in tensor_shapes(arch).items():
         if name.endswith("norm.weight"):
@@ -257,7 +259,10 @@ def _warm_start(
 def _word_problem(
     tiny: TinyModelConfig, data: DataConfig, rng: random.Random, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
-    """Draw a word problem of the training set, and return its prompt and the answer of the sloppy teacher."""
+    """Draw a word problem of the training set, and return its prompt and the teacher's answer (`sloppy_solution`).
+
+    With probability tiny_model.teacher_calls, the answer contains calls to a calculator.
+    """
     problem = arithmetic.problem(rng, arithmetic.LOWEST_OPERAND, data.operand_high, False, data.operations_high)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
@@ -271,8 +276,9 @@ def sloppy_solution(problem: Problem, rng: random.Random, right: float, wrong_op
     """Return the answer of a teacher who makes mistakes and continues from the wrong results.
 
     Each operation is right with probability ``right``. With probability ``wrong_operation``, + becomes - and - becomes
-    +. Otherwise the result is off by one or ten, but never below 0. If a mistake would lead to a held-out pair in the
-    next operation, the operation is drawn again.
+    +. Otherwise the result is off by one or ten, but never below 0. If the next operation would then have a held-out
+    pair of numbers, the operation is drawn again. After MOST_MISTAKES draws of an operation, the right answer to the
+    whole problem is returned.
 
     A model that learns from such answers knows their form and how to calculate, but often chooses the wrong operation.
     """
@@ -303,10 +309,10 @@ def _sloppy_line(sign: str, x: int, y: int, rng: random.Random, right: float, wr
 
 
 def drill(rng: random.Random, low: int, high: int, most_operations: int = 1) -> tuple[str, str]:
-    """Draw a correct addition or subtraction of a training pair, as (text, completion), such as ("37 + 25", " = 62").
+    """Draw a drill as (text, completion), such as ("37 + 25", " = 62").
 
-    If problems have several operations, half of the drills begin with a random number up to the largest result that a
-    problem may have.
+    A drill is a correct addition or subtraction of two numbers that are not a held-out pair. If problems have several
+    operations, half of the drills begin with a random number up to the largest result that a problem may have.
     """
     if most_operations > 1 and rng.random() < 0.5:
         most = arithmetic.largest(high)
