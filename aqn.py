@@ -1,4 +1,4 @@
-"""Adds adaptive quantisation noise (AQN, arXiv 2510.11696) to the RMSNorm weights of the sampler's copy.
+"""Adds adaptive quantisation noise (AQN, arXiv 2510.11696) to the sampler's RMSNorm weights.
 
     norms = norm_targets(arch, ["attention", "experts"])                choose the norms
     clean = clean_norms(weights, norms)                                 once, from the weights without noise

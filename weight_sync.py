@@ -257,9 +257,10 @@ class Push:
 
         Two metrics are measured on the prompt ``probe``. aqn/probe_gap is measured before the noise, in nats per token.
         It shows whether the engine has the trainer's policy. aqn/probe_shift shows whether the noise changes the
-        engine's output. It is the largest change in a token's log-prob, at temperature FLAT and after half of the
-        prompt. If the engine ignores the noise, it is exactly 0. Each metric is the worst value of all ranks, so all
-        ranks check the same numbers. Raises AqnError if the noise differs from the requested noise.
+        engine's output. It is the largest change in the log-prob of a sampled token. The engine samples these tokens
+        after the first half of the prompt, at temperature FLAT. If it ignores the noise, aqn/probe_shift is exactly 0.
+        Each metric is the worst value of all ranks (the largest gap, the smallest shift), so all ranks check the same
+        numbers. Raises AqnError if the noise differs from the requested noise.
         """
         cfg = self.cfg
         sigma = aqn.sigma_at(

@@ -1,1 +1,1 @@
-"""The engines that sample (the embedded sampler and vLLM), and the test that an engine has the trainer's policy."""
+"""The engines that sample (the embedded sampler and vLLM), and the test that compares them with the trainer."""

@@ -67,7 +67,7 @@ class ColocatedEngine(VllmEngine):
                     copy.copy_(tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor on the engine's device, in its own dtype.
+        """Return the tensor on the engine's device, with its dtype unchanged.
 
         Raises InputError unless the parameter's dtype can represent all values of the tensor's dtype. The parameter's
         dtype may be wider, for example fp32 for a router.

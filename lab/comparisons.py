@@ -29,7 +29,7 @@ KINDS = {
     "greedy": ("eval/greedy_accuracy", False),
     "curve": ("eval/sampled_accuracy", True),
 }
-WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison about which no statement is made
+WITHHELD = "withheld: a control is not as predicted"  # the outcome of a comparison from which no conclusion is drawn
 Kind = Literal["sampled", "greedy", "curve"]
 
 
@@ -129,7 +129,7 @@ class Family(Part):
     margin: float = 0  # points; "equal" means that the interval is within the margin
     apart: bool = False  # each entry is a separate family
     mismatch: bool = False  # the sampling and the trained policy differ; a correction can recover lost accuracy
-    control: list[str] = []  # variants that must be as predicted; otherwise no statement is made
+    control: list[str] = []  # variants that must be as predicted; otherwise no conclusion is drawn
     entries: list[Entry]
     controls: list[Entry] = []  # a separate family
 

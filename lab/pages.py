@@ -211,11 +211,11 @@ def tree(root: Path) -> str:
     has the docstring of its __init__.py, which is its rule. The commands, which are the files that can be started, come
     first.
     """
-    rooms = "rooms (folders with one rule each)"
-    groups: dict[str, dict[str, str]] = {"commands": {}, "the method": {}, rooms: {}}
+    method, rooms = "the method (its numbered steps are those of train_grpo.py)", "rooms (folders with one rule each)"
+    groups: dict[str, dict[str, str]] = {"commands": {}, method: {}, rooms: {}}
     for path in sorted(root.glob("*.py")):
         text = read_text(path)
-        kind = "commands" if 'if __name__ == "__main__":' in text else "the method"
+        kind = "commands" if 'if __name__ == "__main__":' in text else method
         groups[kind][path.name] = re.split(r"(?<=[.?])\s", docstring(text), maxsplit=1)[0]
     for path in sorted(root.glob("*/__init__.py")):
         groups[rooms][f"{path.parent.name}/"] = docstring(read_text(path))

@@ -199,10 +199,10 @@ def _corrected(refused: Verdict, arch: Architecture) -> Config:
 
 
 def _other_counts(ranks: int, setting: Setting) -> list[int]:
-    """Return other numbers of ranks, the nearest first.
+    """Return numbers of ranks other than ``ranks``, the nearest first.
 
-    They are the next smaller numbers, halves, doubles, powers of 2, and whole nodes. The next smaller numbers are
-    useful after a die or a node has failed.
+    They are the next smaller numbers, ``ranks`` repeatedly halved or doubled, powers of 2, and the ranks of whole
+    nodes. The next smaller numbers are useful after a die or a node has failed.
     """
     node = setting.ranks_per_node
     power = 1 << ranks.bit_length()

@@ -140,9 +140,9 @@ class RunLog:
                 file.write(text.encode(errors="backslashreplace"))
 
     def _keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite a .jsonl file without the lines that are not ``wanted``, and without incomplete lines at its end.
+        """Rewrite a .jsonl file with only the lines that are ``wanted``, and without incomplete lines at its end.
 
-        The other lines stay the same, byte for byte.
+        The lines that are kept stay the same, byte for byte.
         """
         path = self.run_dir / name
         if path.exists():

@@ -237,7 +237,7 @@ SOURCES = {
 TREE = """```
 # commands
 begin.py           Begins at 1.5 of two lines.
-# the method
+# the method (its numbered steps are those of train_grpo.py)
 adds.py            What is added?
 # rooms (folders with one rule each)
 room/              A rule. And its second sentence.
