@@ -82,7 +82,7 @@ def score(response: str, gold: str, method: str = "strict") -> float:
 def in_form(answer_field: str, method: str, boxed: bool) -> str:
     """Return a data set's worked answer as a response in the form that ``method`` reads.
 
-    verl_flexible cannot read thousands commas, math reads only a box (\\boxed{...}), and base_acc only BOX_FORM.
+    verl_flexible cannot read thousands separators, math reads only a box (\\boxed{...}), and base_acc only BOX_FORM.
     ``boxed`` says whether the prompt asks for a box. ``method`` must score the response as 1.
     """
     gold = gold_answer(answer_field)

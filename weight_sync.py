@@ -77,7 +77,7 @@ class Shards(Tensors):
 
 
 class Factors(Tensors):
-    """The way in which the engine keeps the base weights and gets whole LoRA factors (rollout.sync adapter).
+    """The way to push in which the engine keeps the base weights and gets whole LoRA factors (rollout.sync adapter).
 
     All ranks call the methods together.
     """

@@ -95,21 +95,27 @@ def results_page(plan: Plan, made: list[Comparison], steps: "pandas.DataFrame") 
     ]
     for section, text in plan.sections.items():
         own = [one for one in made if one.family.section == section and not one.is_control]
-        shown = [comparison_row(one) for one in own if one.outcome == "met" or not one.entry.predicted]
+        shown = [comparison_row(one) for one in own if is_stated(one)]
         parts += [f"## {section}", text, table(shown)]
     parts += ["## Not as predicted, withheld, or stopped", table(unmet_rows(plan, made))]
     return "\n\n".join(filter(None, parts))
 
 
+def is_stated(one: Comparison) -> bool:
+    """Return whether a section of RESULTS.md has the comparison.
+
+    It does if the prediction was met, or if there was none and the comparison is not withheld.
+    """
+    return one.outcome == "met" or (not one.entry.predicted and one.outcome != comparisons.WITHHELD)
+
+
 def unmet_rows(plan: Plan, made: list[Comparison]) -> list[dict[str, str]]:
-    """Return a row for each prediction that is undecided, withheld or not met.
+    """Return a row for each prediction that is undecided or not met, and for each withheld comparison.
 
     The rows of comparisons with runs that could not be finished come last.
     """
     rows = [
-        other_row(one.entry, one.outcome, str(one.effect))
-        for one in made
-        if one.outcome != "met" and one.entry.predicted and not one.is_control
+        other_row(one.entry, one.outcome, str(one.effect)) for one in made if not is_stated(one) and not one.is_control
     ]
     for family in plan.families:
         rows += [other_row(entry, entry.missing) for entry in family.entries + family.controls if entry.missing]

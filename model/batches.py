@@ -119,9 +119,10 @@ def _cost(
 ) -> float:
     """Return the number of tokens that ``rows`` cost in one forward pass.
 
-    A padded row counts with its padding, up to a multiple of ``multiple``. Packed rows count with the tokens of their
-    packed sequence, which has each prompt once, plus a quarter of their padded size. The quarter is for attention,
-    which copies the tokens to padded rows. These copies are at most a quarter of the memory that autograd keeps.
+    A padded row counts as its padded length, rounded up to a multiple of ``multiple``. Packed rows count as the tokens
+    of their packed sequence, which has each prompt once, plus a quarter of their padded size. The quarter is for
+    attention, which copies the tokens to padded rows. These copies are at most a quarter of the memory that autograd
+    keeps.
     """
     padded = len(rows) * -(-max(lengths[sequence] for sequence in rows) // multiple) * multiple
     if prompts is None:

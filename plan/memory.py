@@ -110,7 +110,7 @@ def activations(
 def _widest(
     arch: Architecture, layout: RankGrid, is_moe: bool, element: int, tokens: int, rows: float, recompute: bool
 ) -> tuple[float, float]:
-    """Return the largest number of bytes that the temporary tensors of a layer need at one time.
+    """Return two numbers of bytes: the most that the temporary tensors of a layer need at one time.
 
     The first number is for a backward pass, the second for a forward pass that keeps nothing for a backward pass.
     """

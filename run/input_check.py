@@ -1,6 +1,6 @@
-"""The checks before a start, of everything that a run reads except its weights, and the result that `--check` prints.
+"""Checks everything that a run reads, except its weights, before it starts, and makes the report of `--check`.
 
-They raise InputError for input with which the run could not work.
+The checks raise InputError for input with which the run could not work.
 """
 
 import contextlib

@@ -108,7 +108,7 @@ def save(
 
 
 def _remove_old(folder: Path, step: int, keep_last: int) -> None:
-    """Remove all checkpoints except the newest ``keep_last`` checkpoints of steps up to ``step``."""
+    """Keep the newest ``keep_last`` checkpoints of steps up to ``step``. Remove all others, including later ones."""
     kept = [path for number, path in _folders(folder) if number <= step]
     for _, path in _folders(folder):
         if path not in kept[:keep_last]:

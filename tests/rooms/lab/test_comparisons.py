@@ -29,7 +29,7 @@ import sweep
 from facts.exits import InputError
 from inputs.config import MAY_CHANGE, flatten, to_dict
 from inputs.files import write_atomically
-from lab import comparisons, curves, records
+from lab import comparisons, curves, pages, records
 from lab.comparisons import Effect, Entry, Family, Plan
 from runlog.progress import SIGNALS
 
@@ -158,6 +158,19 @@ def test_a_prediction_is_judged_and_without_its_control_nothing_is_said() -> Non
 
     assert outcomes("smaller") == ["met", "not met: equal within 1", "met"]
     assert outcomes("equal") == ["withheld: a control is not as predicted"] * 2 + ["not met: smaller"]
+
+
+@pytest.mark.parametrize("predicted", ["larger", ""])
+@pytest.mark.parametrize(("found", "is_good"), [("smaller", True), ("equal", False)])
+def test_a_section_has_no_withheld_comparison(predicted: str, found: str, is_good: bool) -> None:
+    """The control is smaller. With or without a prediction, the row goes to the table of withheld comparisons."""
+    steps = runs(base=BASE, better=BETTER, control=[v - 0.2 - i / 1000 for i, v in enumerate(BASE)])
+    plan = a_plan(
+        entry("better", predicted=predicted), controls=(entry("control", predicted=found),), control=["control"]
+    )
+    page = pages.results_page(plan, comparisons.compare(steps, plan), steps)
+    section, last = page.split("## Not as predicted, withheld, or stopped")
+    assert ("| better |" in section, "| better (" in last) == (is_good, not is_good)
 
 
 def test_only_stated_losses_of_a_mismatch_can_come_back() -> None:
