@@ -1,4 +1,4 @@
-"""Measures accuracy on held-out questions, with the engine and reward of training, without noise on the weights.
+"""Measures accuracy on held-out questions with training's engine and reward, but without noise on the weights.
 
 The policy answers each question once greedily and k times by sampling. The sampled answers give a mean accuracy and
 pass@k. A training run also stores the outcome of every question.
@@ -93,8 +93,8 @@ def _results(
 ) -> tuple[torch.Tensor, list[Row]]:
     """Return measurements of all answers, equal on every rank, and a row for each answer that this rank sampled.
 
-    Each question has one greedy and k sampled answers. The measurements correct, parsable and length of each answer
-    form a tensor (questions, 1 + k, 3).
+    Each question has one greedy and k sampled answers. The measurements ``correct``, ``parsable`` and ``length`` of
+    all answers form a tensor (questions, 1 + k, 3).
     """
     count = min(settings.num_questions or len(questions), len(questions))
     k, tensor = settings.samples, sampling.tensor

@@ -352,8 +352,8 @@ class Parallel:
 
         The gradients of routed experts are summed over expert_data, because each expert has already processed the
         tokens of all its expert-parallel ranks. All other gradients are summed over data. Those of ``is_partial``
-        factors are also summed over the tensor ranks. Each of these has the whole factor but processed only some
-        of the tokens.
+        factors are also summed over the tensor ranks. Each of these ranks has the whole factor but processed
+        only some of the tokens.
         """
         for parameter in parameters:
             if parameter.grad is None:

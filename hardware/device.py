@@ -377,9 +377,9 @@ def _permute(
 ) -> tuple:
     """Return a row for each expert of each token, the rows' probabilities, and their order: by expert, then by token.
 
-    Megatron's version finds the rows by masked_select, twice. Each time the host waits for the number of rows, although
-    it is known, because all tokens have the same number k of experts. ``more`` has the other results that Megatron
-    expects. n is the number of tokens, h the hidden size, and E the number of experts.
+    Megatron's version finds the rows by masked_select, twice. Each time, the host waits for the number of rows,
+    although it is known, because all tokens have the same number k of experts. ``more`` has the other results that
+    Megatron expects. n is the number of tokens, h the hidden size, and E the number of experts.
 
     (n, h), (n, E), (n, E) -> (n k, h), (n k,), Order
     """

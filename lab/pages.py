@@ -307,7 +307,7 @@ def arrival(shown: comparisons.Arrival, steps: "pandas.DataFrame", path: Path) -
     figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     outcome, _ = comparisons.scores(steps, "curve")
-    shares = steps[steps["step"] > 1].groupby("variant")["fault/update_share"].mean()
+    shares = steps[steps["step"] > 0].groupby("variant")["fault/update_share"].mean()
     for (label, variants), color in zip(shown.lines.items(), COLORS, strict=False):
         effects = [comparisons.effect((outcome.loc[name] - outcome.loc[shown.base]).dropna()) for name in variants]
         means = [one.mean for one in effects]

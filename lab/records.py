@@ -354,7 +354,7 @@ def start_weights(results: Path, record: Record) -> dict[str, bytes] | None:
 
 
 def restore_weights(results: Path, record: Record, folder: Path) -> None:
-    """Write the model from which the run started to ``folder``.
+    """Write to ``folder`` the model from which the run started.
 
     Raises InputError if the model was not kept, or if ``folder`` already exists.
     """

@@ -22,7 +22,7 @@ GSM8K_HELD_OUT = 1319
 
 
 class WholeRun(NamedTuple):
-    """The seconds of the steps and evaluations of a run, and the bytes that the run leaves on disk."""
+    """The seconds that the steps and evaluations of a run take, and the bytes that the run leaves on disk."""
 
     steps: float
     evaluations: float

@@ -1,4 +1,4 @@
-"""Ends a process at a signal, measures the times of a step, and ends a rank that makes no progress."""
+"""Ends a process on a signal, measures the times of a step, and ends a rank that makes no progress."""
 
 from __future__ import annotations
 

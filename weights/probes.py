@@ -232,7 +232,7 @@ def prompts_for(arch: Architecture) -> list[list[int]]:
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> Tensor:
-    """Compute the log-probs of all prompt tokens but the first with a transformers model.  (P, T - 1) in fp64"""
+    """Compute, with a transformers model, the log-probs of all prompt tokens but the first.  (P, T - 1) in fp64"""
     ids = torch.tensor(prompts)
     found = model(ids, use_cache=False).logits.double().log_softmax(-1)[:, :-1]
     return found.gather(-1, ids[:, 1:, None])[..., 0]

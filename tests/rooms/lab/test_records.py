@@ -298,7 +298,7 @@ def test_the_figure_of_rounding_shows_each_difference_over_the_share_that_arrive
         (variant, seed, step, accuracy + seed / 8, 64, share)
         for variant, accuracy, shares in (("exact", 0.5, [None] * 3), ("half", 0.25, [1.0, 0.25, 0.75]))
         for seed in (0, 1, 2)
-        for step, share in enumerate(shares, 1)
+        for step, share in enumerate(shares)  # the first push has no update
     ]
     shown = comparisons.Arrival(base="exact", lines={"nearest": ["half"]})
     pages.arrival(shown, pandas.DataFrame(rows, columns=columns), tmp_path / "arrival.png")
