@@ -4,6 +4,7 @@ The unordered pair of a question's first two operands determines whether the que
 operation in the training data uses a held-out pair, not even a wrong operation in a teacher's answer.
 """
 
+import functools
 import itertools
 import operator
 import random
@@ -55,9 +56,10 @@ def held_out(x: int, y: int) -> bool:
     return (min(x, y) * 7919 + max(x, y) * 104729) % 1009 % 8 == 0
 
 
+@functools.lru_cache(maxsize=2)  # a run reads its training and its held-out questions twice
 def examples(
     num: int, heldout: bool, seed: int, low: int, high: int, most_operations: int = 1
-) -> list[tuple[str, str]]:
+) -> tuple[tuple[str, str], ...]:
     """Return ``num`` different pairs (question, worked answer) with operands from ``low`` to ``high``.
 
     The questions are test questions if ``heldout`` is true, and otherwise training questions. Each has at most
@@ -87,7 +89,7 @@ def examples(
         if repeats > MOST_DRAWS and most_operations > 1:  # for one operation, the number is known exactly
             raise InputError(short.format(f"about {len(pairs)}"))
         pairs[made.question] = solution(made.lines)  # a repeated question has the same answer and changes nothing
-    return list(pairs.items())
+    return tuple(pairs.items())
 
 
 def draw_lines(rng: random.Random, low: int, high: int, heldout: bool, most_operations: int = 1) -> tuple[Line, ...]:
