@@ -1,4 +1,4 @@
-"""Measures accuracy on held-out questions with training's engine and reward, but without noise on the weights.
+"""Measures accuracy on held-out questions with the engine and reward of training, but without noise on the weights.
 
 The policy answers each question once greedily and k times by sampling. The sampled answers give a mean accuracy and
 pass@k. A training run also stores the outcome of every question.

@@ -2,7 +2,7 @@
 
     python sweep.py configs/sweeps/stale.yaml [section.key=value ...]     use Ray here, or the cluster at --address
     python sweep.py configs/sweeps/stale.yaml --local                     use no Ray; run as many jobs as the CPUs allow
-    python sweep.py configs/sweeps/stale.yaml --list                      print the steps of each job and start nothing
+    python sweep.py configs/sweeps/stale.yaml --list                      count the steps of each job and start nothing
 
 After a crash or Ctrl-C, start the same command again. It does not repeat finished runs, and an interrupted run resumes
 from its checkpoint. out/sweep-NAME/ contains the output of each job, and sweep.json there lists the runs of the sweep.
@@ -324,7 +324,7 @@ def main(arguments: list[str]) -> int:
         "--local", action="store_true", help="run without Ray; jobs that reserve only CPUs run side by side"
     )
     where.add_argument("--address", help="address of a Ray cluster (default: start a local Ray)")
-    parser.add_argument("--list", action="store_true", help="print the steps of each job and start nothing")
+    parser.add_argument("--list", action="store_true", help="count the steps of each job and start nothing")
     args = parser.parse_intermixed_args(arguments)
     sweep, jobs = read_sweep(args.sweep, args.overrides)
     if args.list:

@@ -283,9 +283,9 @@ def _line(lengths: Tensor, longest: int, shared: int, *, whole: bool) -> tuple[T
     """Arrange the tokens of some prompts on a line. Return the maps from the line to the prompts and back.
 
     The first result has, for each token of the line, its index in the flattened prompts, (M,). The second has, for each
-    token of the prompts, its index on the line, (p, T). M is the number of tokens on the line, and p of prompts. All
-    prompts begin with the same ``shared`` tokens, which are on the line once. A ``whole`` line has all tokens and the
-    padding. ``lengths`` (p,) are those of the prompts, and ``longest`` is T.
+    token of the prompts, its index on the line, (p, T). M is the number of tokens on the line, and p the number of
+    prompts. All prompts begin with the same ``shared`` tokens, which are on the line once. A ``whole`` line has all
+    tokens and the padding. ``lengths`` (p,) are those of the prompts, and ``longest`` is T.
     """
     position = torch.arange(longest, device=lengths.device)
     is_packed = (position >= shared) & (position < lengths[:, None]) | whole  # (p, T)

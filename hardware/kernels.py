@@ -344,7 +344,7 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 
 @functools.cache
 def _causal_mask(device: torch.device) -> Tensor:
-    """Return the mask that sparse_mode 2 needs for every T. It is true where a query must not attend.
+    """Return the mask that sparse_mode 2 needs, the same for every T. It is true where a query must not attend.
 
     -> (2048, 2048)
     """

@@ -131,7 +131,7 @@ def device_of(device: str, root: Path = Path("/")) -> str:
 
 
 def default_ranks(parallel: ParallelConfig, rollout: RolloutConfig, device: str, ranks_per_node: int) -> int:
-    """Return the number of ranks of a whole node, or on a CPU the smallest number that all parallel sizes divide."""
+    """Return the number of ranks of a whole node, or, on a CPU, the smallest number that all parallel sizes divide."""
     if device != "cpu":
         return ranks_per_node
     layout = of(parallel, rollout, 1)

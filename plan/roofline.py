@@ -163,7 +163,7 @@ def exchange_bytes(
 def sync_seconds(
     arch: Architecture, lora: LoraConfig, layout: RankGrid, hardware: Hardware, element: int, *, apart: bool
 ) -> dict[str, float]:
-    """Return the seconds of a push by cause.
+    """Return how many seconds a push takes, by cause.
 
     Each rank merges its shards, and then receives whole adapted tensors. If the engine uses the same shards, each rank
     only reads and writes these. If the factors are kept ``apart`` from the weights, only the factors are sent, in fp32.
