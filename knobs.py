@@ -256,6 +256,11 @@ class LoraConfig(Section):
         """Return the LoRA rank of the routed experts if ``is_expert`` is true, otherwise that of all other modules."""
         return self.expert_rank or self.rank if is_expert else self.rank
 
+    @property
+    def expert_targets(self) -> set[str]:
+        """The targets that routed experts have."""
+        return {"linear_fc1", "linear_fc2"} & {*self.targets}
+
 
 class LossConfig(Section):
     advantage: Literal["std", "none", "loo", "zero"] | Function = knob(

@@ -370,7 +370,7 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "permuted_teacher": (lambda c: not c.loss.teacher, "there is no loss.teacher"),
     "foreign_routes": (lambda c: c.replay.mode == "off", "replay.mode is off"),
     "lost_experts": (
-        lambda c: c.merging is Merging.NOWHERE or not {"linear_fc1", "linear_fc2"} & {*c.lora.targets},
+        lambda c: c.merging is Merging.NOWHERE or not c.lora.expert_targets,
         "lora.targets adapts no expert, or the factors are pushed without being merged (rollout.sync)",
     ),
 }

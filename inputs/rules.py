@@ -90,7 +90,7 @@ IDLE: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     # The warm start teaches arithmetic, whatever the questions of the run are.
     (lambda c: c.data.source != "arithmetic" and _no_warm_start(c.tiny_model), "data.source is not arithmetic",
      "data.operand_high data.operations_high"),
-    (lambda c: not {"linear_fc1", "linear_fc2"} & set(c.lora.targets),
+    (lambda c: not c.lora.expert_targets,
      "lora.targets has neither linear_fc1 nor linear_fc2", "lora.expert_rank"),
     (lambda c: not c.rollout.environment, "rollout.environment is not set",
      "rollout.stop rollout.max_turns rollout.environment_role rollout.environment_seconds"),
@@ -501,8 +501,7 @@ def _vllm_lora(device: str, model: ModelConfig, lora: LoraConfig, arch: Architec
     if device in ("cuda", "npu") and model.dtype == "fp32":
         yield "rollout.sync: adapter: vLLM's LoRA kernels do not support fp32 on a GPU or an NPU; set merged"
     # lora_weights.py: pack_moe has three asserts for this.
-    halves = {"linear_fc1", "linear_fc2"} & set(lora.targets)
-    if device in ("cuda", "npu") and moe and len(halves) == 1:
+    if device in ("cuda", "npu") and moe and len(lora.expert_targets) == 1:
         yield "rollout.sync: adapter: vLLM adapts all three matrices of an expert or none; set merged"
 
 

@@ -332,7 +332,7 @@ def step_times(
     merging = updates * micro_batches * MERGE_BYTES * in_a_pass / hardware.bandwidth
     forward, backward = UPDATE_LAUNCHES[cfg.model.recompute]
     share = cfg.earlier_passes
-    shared = {"linear_fc1", "linear_fc2"} if memory.merged_once else set()
+    shared = cfg.lora.expert_targets if memory.merged_once else set()
     merges = MERGE_LAUNCHES * len(set(cfg.lora.targets) - shared)
     old_policy = passing(policy, FORWARD_LAUNCHES + merges) | {"merging": merging}
     causes = {
